@@ -39,11 +39,7 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Scheduling decisions about one sequence: choice `index` of a request.
-
-    `start` is the time at which the request arrived, in seconds of the engine's clock. `entries` are the decisions,
-    oldest first.
-    """
+    """Decisions, oldest first, about choice `index` of a request since its arrival `start` (engine's clock)."""
 
     index: int
     start: float
@@ -54,7 +50,7 @@ class Engine(StepLoop):
     """Engine that serves a model: `add_request` queues requests, and each call of `step` computes one step.
 
     Not thread-safe; AsyncEngine runs an Engine in a thread. Any thread may read the attributes that never change:
-    `config`, `model`, `tokenizer`, `plan` and `metrics`. `plan` reserves enough memory for the limits in `config`.
+    `config`, `model`, `tokenizer`, `plan` and `metrics`.
     """
 
     def __init__(
@@ -118,9 +114,9 @@ class Engine(StepLoop):
     ) -> None:
         """Queue a request. Each of its n choices is served as a sequence.
 
-        `arrival_time` is in seconds of the engine's clock; None means now. Raises RequestError for a request that can
-        never be served or whose `request_id` is in use. With `limit_queue`, raises QueueFullError if more than
-        max_queue_size requests would wait. After any other error, no choice of the request stays in the queue.
+        `arrival_time` is in seconds of the engine's clock (default: now). Raises RequestError for a request that can
+        never be served or whose `request_id` is in use, and with `limit_queue` QueueFullError. After any other error,
+        no choice stays in the queue.
         """
         if request_id in self.open_sequences:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
@@ -156,10 +152,7 @@ class Engine(StepLoop):
         self.observe(self.recorder.update)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request in any state and return the last output of each choice that had not ended.
-
-        Returns an empty list if the request is unknown or has ended.
-        """
+        """End a request in any state and return the last output of each choice that had not ended."""
         outputs = []
         for name in list(self.open_sequences.get(request_id, ())):
             stream = self._streams[name]
@@ -170,10 +163,7 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the estimated seconds until the next request finishes.
-
-        The estimate is the mean gap between recent finishes, rounded up, and at least 1.
-        """
+        """Return the estimated seconds until the next request finishes: the mean recent gap, rounded up."""
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
@@ -257,11 +247,7 @@ class Engine(StepLoop):
         self.observe(self.recorder.update)
 
     def explain(self, request_id: str) -> list[Timeline]:
-        """Return the scheduler's decisions about each sequence of a request.
-
-        Returns an empty list for an unknown request, and for a request that ended so long ago that the ledger dropped
-        it.
-        """
+        """Return the scheduler's decisions about each sequence of a request that the ledger still knows."""
         timelines = []
         for index in range(MAX_N):
             entries = self.scheduler.ledger.entries(_sequence_name(request_id, index))
@@ -278,10 +264,7 @@ class Engine(StepLoop):
 
 
 class PrefixAdmin:
-    """Administration of an engine's prefix cache: pins, reset, and the check for prompts that change at an early token.
-
-    For use in the engine's thread only.
-    """
+    """Administration of an engine's prefix cache, in its thread: pins, reset, and the check for changing prompts."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -296,9 +279,8 @@ class PrefixAdmin:
     def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
         """Pin a prefix: keep the KV of its whole blocks for `ttl` seconds, or until `unpin` if no `ttl` is given.
 
-        Later steps compute the tokens that are not cached yet, as a request to which max_queue_size does not apply.
-        Raises RequestError if the prefix has no whole block, if there is no room for the pin, or if prefix caching is
-        off.
+        Later steps compute the tokens that are not cached yet. Raises RequestError if the prefix has no whole block, if
+        there is no room for the pin, or if prefix caching is off.
         """
         engine = self._engine
         if not engine.config.enable_prefix_caching:
@@ -325,10 +307,7 @@ class PrefixAdmin:
         self._engine.observe(self._engine.recorder.update)
 
     def expire(self) -> float | None:
-        """Release expired pins and return the time (engine's clock) at which the next pin expires.
-
-        Returns None if no pin will expire.
-        """
+        """Release expired pins and return the time (engine's clock) at which the next pin expires, if any."""
         self._engine.scheduler.expire_pins()
         self._engine.observe(self._engine.recorder.update)
         return self._kv.pins.next_expiry()

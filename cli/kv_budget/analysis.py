@@ -27,7 +27,7 @@ class BudgetAnalysis:
     """Memory plan of the model `spec` on one device, compared with the demand of the user.
 
     `has_demand` is True if --users or --context was given. `mean_len` is in tokens. `refusal` is the reason why
-    `llmsched serve` refuses the model, or None if it serves the model.
+    `llmsched serve` refuses the model.
     """
 
     spec: str

@@ -126,10 +126,7 @@ class BudgetOptions:
             raise ConfigError("gpu", f"{self.gpu} sets the memory too; leave out --gpu or --gpu-memory")
 
     def devices(self, config: EngineConfig) -> list[DeviceMemory]:
-        """Return the GPUs that the flags select or, without such a flag, the device of this machine.
-
-        Raises ConfigError if a GPU is unknown or `config` asks for the CPU.
-        """
+        """Return the selected GPUs, or this machine's device. Raises ConfigError for an unknown GPU, or for the CPU."""
         if self.gpu is None and self.gpu_memory is None and self.simulate in (None, LOCAL):
             return [device_memory(config.device)]
         if config.device == "cpu":
@@ -165,10 +162,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. Raises ConfigError, which names the setting `field`, if the GPU is unknown.
-
-    `alternative` is added to the message, as another value that the flag accepts.
-    """
+    """Return a GPU, or raise ConfigError for `field`. The message offers `alternative`, another value of the flag."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:
@@ -176,9 +170,7 @@ def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
 
 
 def read_lengths(path: Path) -> LengthDistribution:
-    """Return the lengths of the requests in a trace or in a file of lengths.
-
-    A length of 0 tokens counts as 1, because every request has a prompt token and generates a token.
+    """Return the lengths of the requests in a trace or in a file of lengths, each at least 1 token.
 
     Raises ConfigError if the file cannot be read, or if it states the output length of only some requests.
     """

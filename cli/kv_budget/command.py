@@ -79,10 +79,7 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
 
 
 def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) -> list[BudgetAnalysis]:
-    """Return an analysis of the model for each device that the flags select.
-
-    Raises ModelError if the model cannot be read, and ConfigError if a flag is not valid.
-    """
+    """Return an analysis for each device that the flags select. Raises ModelError, and ConfigError for a bad flag."""
     config = config_for_demand(engine_options.config(spec), engine_options.given, options.users, options.context)
     lengths, devices = options.distribution(config), options.devices(config)
     demand = MemoryDemand(options.users or 1, options.context or 0)

@@ -1,7 +1,4 @@
-"""JSON documents of kv-budget. Sizes are in bytes, tokens or blocks. A value that does not apply is null.
-
-The terminal report takes its figures from these documents, so that both agree.
-"""
+"""JSON documents of kv-budget, in bytes, tokens or blocks. The terminal report takes its figures from them."""
 
 from __future__ import annotations
 
@@ -98,7 +95,6 @@ def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[
 
 
 def _attributes(source: object, *names: str) -> dict[str, Any]:
-    """Return the attributes `names` of `source`, with their names as keys."""
     return {name: getattr(source, name) for name in names}
 
 
@@ -123,10 +119,7 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
-    """Return how many requests of the given lengths fit, and the probability that a step preempts one of them.
-
-    The result is None if no lengths were given or no request fits.
-    """
+    """Return how many requests of the given lengths fit, and the probability that a step preempts one, if known."""
     plan, lengths = analysis.plan, analysis.lengths
     if lengths is None or not plan.fits or (kept := lengths.within(plan.max_model_len)) is None:
         return None

@@ -65,16 +65,13 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return the head dimension of a group of layers as text, with `factor` before it.
-
-    If keys and values have different dimensions, return the sum of both, such as "192 + 128", without the factor.
-    """
+    """Return the head dimension, after `factor`, as text. Different ones of keys and values are a sum: "192 + 128"."""
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 
 
 def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the table row of a group of layers. Its "B per token here" is what this engine caches for one token."""
+    """Return the table row of a group of layers. "B per token here" is what this engine caches for one token."""
     if group["kind"] == "state":
         return ("state", str(group["layers"]), "", "", "", "0", "0", f"{group['state_bytes_per_seq']:,}")
     return (
@@ -138,7 +135,6 @@ def _group_line(group: dict[str, Any], kv_dtype_bytes: int) -> str:
 
 
 def _kv_memory(analysis: BudgetAnalysis) -> str:
-    """Return the computation of the KV memory as text."""
     plan, config = analysis.plan, analysis.config
     available = human_bytes(plan.available_kv_bytes)
     if config.num_gpu_blocks_override is not None:

@@ -32,7 +32,7 @@ def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOpti
 
 
 def profile_settings(name_or_path: str) -> dict[str, Any]:
-    """Return the engine settings of a profile: the fields of EngineConfig that the profile sets.
+    """Return the fields of EngineConfig that a profile sets.
 
     Raises ConfigError if the profile cannot be read, or if it sets an unknown field or a value of the wrong type.
     """
@@ -52,9 +52,8 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
 def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
     """Return warnings if the profile was tuned for another model or device, or in a simulation.
 
-    `config` has the model and device to be used. `simulate` is the value of `--simulate`; None means that the engine
-    runs on this machine. A property that the profile lacks counts as equal. Raises ConfigError or ModelError if the
-    profile or the model cannot be read.
+    `config` has the model and device to be used, unless `simulate` names a device. A property that the profile lacks
+    counts as equal. Raises ConfigError or ModelError if the profile or the model cannot be read.
     """
     profile = _load(name_or_path)
     found = [
@@ -108,7 +107,7 @@ def versions_table() -> dict[str, Scalar]:
 def store_ratios(name_or_path: str, plan: MemoryPlan, config: EngineConfig) -> str | None:
     """Write the ratios of actual to predicted memory into a profile, if it was tuned for the same model and device.
 
-    `config` has the model and device that were used. Return None, or the reason why the file cannot be read or written.
+    Return the reason why the file cannot be read or written, if any.
     """
     try:
         profile = load_profile(name_or_path)

@@ -49,7 +49,7 @@ def _show(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show one profile: its settings, the load, model and device that it was tuned for, and all trials."""
+    """Show a profile: its settings, the load, model and device that it was tuned for, and all trials."""
     found = profile_views.load_content(name)
     if as_json:
         render.emit_json(found)
@@ -63,7 +63,7 @@ def _diff(
     second: Annotated[str, typer.Argument(metavar="B", help="Name or path of another profile.")],
     as_json: Json = False,
 ) -> None:
-    """Compare two profiles: settings, SLOs, load, model, device, versions and the results of the chosen settings."""
+    """Compare two profiles: settings, SLOs, load, model, device, versions and results."""
     found = profile_views.compare_profiles(first, second)
     if as_json:
         render.emit_json(found)

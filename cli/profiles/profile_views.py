@@ -23,8 +23,8 @@ _FIGURES = ("goodput_rps", "output_tokens_per_s", "p99_itl_ms", "p99_ttft_ms", "
 def list_entries() -> list[dict[str, Any]]:
     """Return a JSON object for each file of profile_dir(), ordered by name, tuned profiles first.
 
-    `kind` is "tuned" or "calibrated". `summary` is a text: the settings of a tuned profile, or the error of a
-    calibrated cost model. If a file cannot be read, `problem` says why, and the values from the file are None.
+    `summary` is a text: the settings of a tuned profile, or the error of a calibrated cost model. If a file cannot be
+    read, `problem` says why, and the values from the file are None.
     """
     profiles = [_entry(name, "tuned", load_profile) for name in list_profiles()]
     return profiles + [_entry(name, "calibrated", load_calibration) for name in list_calibrations()]
@@ -54,7 +54,6 @@ def _entry(name: str, kind: str, load: Callable[[str], TunedProfile | Calibratio
 
 
 def _iso(created: datetime) -> str | None:
-    """Return the time as text, or None if the file states no time."""
     return created.isoformat() if created.timestamp() else None
 
 
@@ -85,10 +84,7 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Return the content of a profile or, if no profile has this name, of a calibration as a JSON object.
-
-    Raises ProfileError if the file cannot be read.
-    """
+    """Return the JSON object of a profile or else of a calibration. Raises ProfileError for an unreadable file."""
     if not profile_path(name).exists() and name in list_calibrations():
         calibration = load_calibration(name)
         assert calibration is not None

@@ -41,10 +41,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) -> FastAPI:
-    """Return the ASGI application that serves `engine` as `model_name`.
-
-    If `api_key` is given, clients must send it, except to /health and /metrics.
-    """
+    """Return the ASGI application of `engine`. All routes but /health and /metrics require `api_key`, if given."""
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine))
     served = _ServedModel(engine, model_name)
@@ -70,10 +67,7 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
 
 
 def _require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Return a FastAPI dependency that raises ApiError 401 for a request without `api_key`.
-
-    If `api_key` is None, the dependency accepts every request.
-    """
+    """Return a FastAPI dependency that raises ApiError 401 for a request without `api_key` (None: accept all)."""
 
     async def check(request: Request) -> None:
         if api_key is None:
@@ -192,8 +186,7 @@ class _ServedModel:
     ) -> Response:
         """Read, check, tokenise and submit a request, and return its answer.
 
-        `schema` is the type of the request, `prepare` returns its tokenised prompts, and `make_format` returns the
-        format of its answer. A refused request gets an error status, even if it asks for a stream.
+        A refused request gets an error status, even if it asks for a stream.
         """
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")

@@ -1,7 +1,4 @@
-"""Choices of an answer: the formats in which completions and chat completions return the engine's outputs.
-
-A whole answer joins the deltas that a stream would send, so a stream and a whole answer cannot differ.
-"""
+"""Formats of the choices in an answer. A whole answer joins the deltas that a stream would send."""
 
 from __future__ import annotations
 
@@ -48,19 +45,16 @@ class TokenWriter:
     def emitted(self, token_id: int, piece: str, skip_special_tokens: bool) -> list[int]:
         """Return the bytes that a generated token adds to the text. Joined for all tokens, they decode to the text.
 
-        With a byte-level tokenizer, these are the token's own bytes. With another tokenizer, the text that a token
-        adds depends on its context (a leading space is stripped, a run of byte-fallback tokens is one character), so
-        these are the bytes of `piece`, the text that the token added.
+        With a byte-level tokenizer, these are the token's own bytes. With another, they are those of `piece`, because
+        the text that a token adds depends on its context (a leading space is stripped, a run of byte-fallback tokens is
+        one character).
         """
         if skip_special_tokens and self._tokenizer.is_special(token_id):
             return []
         return self.raw(token_id) if self._tokenizer.byte_level else list(piece.encode())
 
     def prompt_pieces(self, prompt: PreparedPrompt) -> list[str]:
-        """Return one string for each prompt token: the text that the token adds. Special tokens have text too.
-
-        A BOS token that the tokenizer put before the client's text adds "".
-        """
+        """Return the text of each prompt token, special ones included, but "" for a BOS that the tokenizer added."""
         detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
         first, text = prompt.token_ids[0], prompt.text
         is_bos = first == self._tokenizer.bos_token_id
@@ -153,10 +147,7 @@ class ChoiceFormat(ABC):
 
 @dataclass(slots=True)
 class CompletionFormat(ChoiceFormat):
-    """Format of /v1/completions: plain text, and log-probabilities in parallel lists.
-
-    If the request sets `echo`, the text begins with the prompt.
-    """
+    """Format of /v1/completions: text (after the prompt, with `echo`), and log-probabilities in parallel lists."""
 
     request: CompletionRequest
     offsets: dict[int, int] = field(default_factory=dict)
@@ -186,10 +177,7 @@ class CompletionFormat(ChoiceFormat):
     def _append(
         self, delta: ChoiceDelta, lists: Logprobs, pieces: Sequence[str], entries: Sequence[TokenLogprob | None]
     ) -> None:
-        """Append an entry for each token to the lists.
-
-        `text_offset` is the number of characters before the token in the text of its choice.
-        """
+        """Append an entry per token. `text_offset` counts the characters before the token in its choice."""
         offset = self.offsets.get(delta.index, 0)
         for piece, entry in zip(pieces, entries, strict=True):
             best = None

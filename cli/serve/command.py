@@ -123,7 +123,6 @@ def serve(
 async def _serve(
     engine: Engine, listener: socket.socket, name: str, api_key: str | None, grace_s: float, step_timeout_s: float
 ) -> NoReturn:
-    """Serve until the end of the process."""
     from llmsched.cli.serve.app import build_app
     from llmsched.cli.serve.banner import show_start
     from llmsched.cli.serve.detached_output import leave

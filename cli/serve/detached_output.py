@@ -18,10 +18,7 @@ _LAST_S = 0.2
 
 
 class DetachedStream(io.TextIOBase):
-    """Text stream whose texts a thread writes to `stream`. A text that cannot be written is dropped.
-
-    The reader of `stream` may have closed it or stopped reading, and its disk may be full.
-    """
+    """Text stream written by a thread. Texts are dropped if its reader is gone or slow or its disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

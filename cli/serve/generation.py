@@ -27,9 +27,8 @@ def engine_ids(request_id: str, num_prompts: int) -> list[str]:
 class Generation:
     """Run of one HTTP request on the engine. Each prompt of the HTTP request is a request to the engine.
 
-    The constructor submits all prompts. If the engine refuses one, the constructor aborts the others and raises
-    RequestError, QueueFullError or EngineDeadError. If the answer fails or is cancelled, `whole` and `events` abort the
-    prompts that are still running.
+    If the engine refuses one, the constructor aborts the others and raises RequestError, QueueFullError or
+    EngineDeadError. If the answer fails or is cancelled, `whole` and `events` abort the prompts that are still running.
     """
 
     def __init__(self, engine: AsyncEngine, choice_format: ChoiceFormat, model_name: str, priority: int = 0) -> None:

@@ -51,10 +51,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def event(content: Any) -> bytes:
-    """Return a server-sent event whose data is `content` as JSON, on a single line.
-
-    The JSON escapes every character that some client takes for the end of a line.
-    """
+    """Return a server-sent event of JSON on one line, in which no client finds a line end."""
     line = to_json(content)
     for char, escaped in _LINE_BREAKS.items():
         line = line.replace(char, escaped)
@@ -111,7 +108,6 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
-    """Cancel the task and wait until its cleanup has finished."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():

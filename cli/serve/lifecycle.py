@@ -41,12 +41,10 @@ class PortInUseError(LlmschedError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address. Port 0 picks any free port.
+    """Return a socket that listens on the address. Port 0 picks any free port. Raises PortInUseError.
 
-    Call this before the model is loaded. Loading takes minutes, and clients that connect meanwhile wait until `run`
-    serves them. A socket that is bound but does not listen would not reserve the address for this process.
-
-    Raises PortInUseError if the socket cannot listen.
+    Call this before the model is loaded: clients that connect meanwhile wait until `run` serves them. A socket that is
+    bound but does not listen would not reserve the address for this process.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -166,10 +164,7 @@ async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: as
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """Make the first SIGTERM or SIGINT set `stop`, and the second end the process.
-
-    Do nothing where asyncio cannot handle signals: outside the main thread, and on Windows.
-    """
+    """Make the first SIGTERM or SIGINT set `stop`, and the second end the process, where asyncio can handle signals."""
     loop = asyncio.get_running_loop()
 
     def handle(number: int) -> None:

@@ -75,7 +75,7 @@ def prefix_cache_routes(
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
     """Return the body of GET /v1/cache: blocks, hits, misses by kind, and `change`, where prompts keep changing.
 
-    A miss of the kind OTHER_SALT counts as COLD here, because a tenant must not learn what other tenants have sent.
+    OTHER_SALT counts as COLD, because a tenant must not learn what other tenants have sent.
     """
     misses = dict(stats.prefix_misses)
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
@@ -103,11 +103,7 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
 
 
 def _pin_body(pin: PinState) -> dict[str, Any]:
-    """Return a pinned prefix as JSON.
-
-    `tokens` is the length of the prefix in whole blocks, and `written_tokens` the part of it that is in the cache so
-    far. `expires_in` is in seconds.
-    """
+    """Return a pinned prefix as JSON: its tokens in whole blocks, those written so far, and seconds to expiry."""
     return {
         "id": pin.pin_id,
         "object": "prefix",
@@ -120,8 +116,7 @@ def _pin_body(pin: PinState) -> dict[str, Any]:
 def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
     """Read the files of --pin-prefix. A .json file holds the body of a POST to /v1/prefixes, any other file plain text.
 
-    Raises ConfigError if a file cannot be read or is not valid. Call this before the model is loaded, so that the
-    user learns of a bad file at once.
+    Raises ConfigError for a bad file, so call this before the model is loaded.
     """
     found = []
     for path in paths:
@@ -143,10 +138,7 @@ def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
 
 
 def pin_prefixes(engine: Engine, files: Sequence[tuple[Path, PrefixRequest]]) -> None:
-    """Pin the prefixes. The engine computes them before it computes requests.
-
-    Raises ConfigError if a prefix cannot be pinned.
-    """
+    """Pin the prefixes, which the engine computes first. Raises ConfigError if a prefix cannot be pinned."""
     preparer = Preparer(engine)
     for path, request in files:
         try:

@@ -33,10 +33,7 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Converter of requests to token ids and sampling parameters.
-
-    Call its methods in worker threads: tokenising a long prompt would block the event loop.
-    """
+    """Converter of requests to token ids and sampling parameters, for worker threads: tokenising takes long."""
 
     def __init__(self, engine: Engine) -> None:
         self._tokenizer = engine.tokenizer
@@ -46,10 +43,7 @@ class Preparer:
         self._longest_token = max((len(self._tokenizer.token_bytes(i)) for i in ids), default=1)
 
     def completion(self, request: CompletionRequest) -> list[PreparedPrompt]:
-        """Return the tokenised prompts of a completion.
-
-        Raises RequestError for a bad parameter, or for a prompt that cannot fit the context.
-        """
+        """Return tokenised prompts. Raises RequestError for a bad parameter, or a prompt longer than the context."""
         extra: dict[str, Any] = {"logprobs": request.logprobs}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
@@ -65,8 +59,7 @@ class Preparer:
     def chat(self, request: ChatRequest) -> list[PreparedPrompt]:
         """Return the one tokenised prompt of a chat, in a list. Without max_tokens, the answer may fill the context.
 
-        Raises RequestError for a bad parameter, for messages that the chat template refuses or that cannot fit the
-        context.
+        Raises RequestError for a bad parameter, and for messages that the template refuses or that cannot fit.
         """
         messages = self._messages(request.messages)
         token_ids = render_chat(self._tokenizer, messages, **(request.chat_template_kwargs or {}))
@@ -113,10 +106,7 @@ class Preparer:
         return self._tokenizer.encode(prompt)
 
     def _refuse_surely_too_long(self, characters: int, param: str) -> None:
-        """Raise RequestError if a text of `characters` characters certainly exceeds the context.
-
-        The check assumes that all tokens are as long as the longest token of the vocabulary.
-        """
+        """Raise RequestError if a text exceeds the context even in the longest tokens of the vocabulary."""
         at_least = characters // self._longest_token
         if at_least > self._max_model_len:
             raise RequestError(
@@ -127,8 +117,5 @@ class Preparer:
             )
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, extra: dict[str, Any]) -> SamplingParams:
-        """Return the sampling parameters of a request.
-
-        A field that the request leaves out has generation_config.json's value, else the API's default.
-        """
+        """Return sampling parameters. Fields left out are generation_config.json's, else the API's default."""
         return SamplingParams(**{**self._defaults, **request.sampling_fields(), "max_tokens": max_tokens, **extra})

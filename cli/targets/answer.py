@@ -46,8 +46,7 @@ _MAX_TOKENS = 1_000_000
 async def read_answer(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
     """Record the chunks, the usage and the end of an answer. `now` returns the event loop's time in seconds.
 
-    Raises RequestFailed unless the answer is a stream that has at least one token and ends with [DONE], or with a
-    finish reason before the end of the response.
+    Raises RequestFailed unless the answer is a stream with at least one token that ends with [DONE] or a finish reason.
     """
     if response.status_code != httpx.codes.OK:
         await response.aread()
@@ -86,7 +85,6 @@ async def _read_stream(
     """Record all events of an answer. After [DONE], let `patience` limit the wait for the end of the response.
 
     The time of an event is when its last byte was received, if the transport reports that, else when it was parsed.
-    Raises RequestFailed if the body is not empty and has no event.
     """
     arrived, parser = response.extensions.get("arrived", now), EventParser()
     beginning, any_event = b"", False

@@ -108,10 +108,7 @@ class EngineTarget:
 
 @asynccontextmanager
 async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -> AsyncIterator[OpenTarget]:
-    """Load a model into this process, warm it up, and yield it as a target.
-
-    Raises ModelError if the model cannot be loaded, and ConfigError if a setting is out of range.
-    """
+    """Load a model into this process, warm it up, and yield it as a target. Raises ModelError and ConfigError."""
     from llmsched.engine.build import build_engine
 
     warmup = 1 if plan.warmup is None else plan.warmup

@@ -1,7 +1,7 @@
 """HTTP/1.1 client for a load generator, with little work per chunk and the exact time of each socket read.
 
-httpx's own transport spends more time on a chunk than the parser of the chunk's JSON does. With a few hundred streams,
-the benchmark would measure the client instead of the server.
+httpx's own transport spends more time on a chunk than its JSON parser. With a few hundred streams, the benchmark would
+measure the client instead of the server.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class Received(NamedTuple):
 class Connection(asyncio.BufferedProtocol):
     """Connection that queues the bytes that it receives, with the time of the socket read.
 
-    The task that handles the bytes may run later. There is no flow control, because answers are small and a paused
-    sender would falsify the times.
+    There is no flow control, because answers are small and a paused sender would falsify the times.
     """
 
     transport: asyncio.Transport
@@ -79,8 +78,7 @@ class ResponseParser:
     """Incremental parser of one response. It skips interim responses (1xx).
 
     `has_head` is True once `status` and `headers` are set, and `complete` once the body has ended. `reusable` is True
-    if the connection can carry another request: the body has ended, no bytes followed it, and the server keeps the
-    connection open.
+    if the connection can carry another request.
     """
 
     def __init__(self) -> None:
@@ -96,10 +94,7 @@ class ResponseParser:
         self._parser.set_dangerous_leniencies(lenient_chunked_length=True)
 
     def feed(self, received: bytes) -> bytes:
-        """Return the part of the body that `received` contains. The response may be split between calls anywhere.
-
-        Raises ValueError if the response is malformed.
-        """
+        """Return the part of the body in `received`, any piece of a response. Raises ValueError if malformed."""
         self._content.clear()
         try:
             self._parser.feed_data(received)
@@ -118,10 +113,7 @@ class ResponseParser:
         return b""
 
     def check_end(self) -> None:
-        """Raise ValueError if the end of the connection has cut the body short.
-
-        The connection may end the body only if the response has neither a Content-Length nor chunks.
-        """
+        """Raise ValueError if the end of the connection, rather than the response's own framing, cuts the body."""
         headers = httpx.Headers(self.headers)
         if "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower():
             raise ValueError("the connection was closed before the answer was over")
@@ -154,9 +146,8 @@ class ResponseParser:
 class Http1Transport(httpx.AsyncBaseTransport):
     """Transport for one request at a time. It opens a connection for the first request and keeps it for the next ones.
 
-    It calls the request's extension `trace` (see httpx) before and after it connects, and before it sends the request.
-    The response's extension `arrived` is a function that returns when the content read last was received, in seconds
-    of the event loop's clock.
+    It calls the request's extension `trace` (see httpx). The response's extension `arrived` is a function that returns
+    when the content read last was received, in seconds of the event loop's clock.
     """
 
     def __init__(self, verify: ssl.SSLContext) -> None:
@@ -164,10 +155,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
         self._connection: Connection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and read the head of its answer.
-
-        Raises httpx's ConnectError, ReadError or RemoteProtocolError.
-        """
+        """Send a request and read its answer's head. Raises ConnectError, ReadError or RemoteProtocolError."""
         if self._connection is not None and not self._connection.idle:
             self.drop()
         used_before = self._connection is not None
@@ -223,10 +211,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
 @dataclass(slots=True)
 class _Body(httpx.AsyncByteStream):
-    """Body of an answer. `first` is the content that was received together with the head.
-
-    `arrived` is when the content yielded last was received, in seconds of the event loop's clock.
-    """
+    """Body of an answer, after the `first` content. `arrived` is when the last was received (loop's clock, seconds)."""
 
     transport: Http1Transport
     connection: Connection
@@ -256,7 +241,7 @@ class _Body(httpx.AsyncByteStream):
 async def _read_head(connection: Connection, parser: ResponseParser) -> Received:
     """Read up to the end of the head, and return the content that was received together with it.
 
-    Raises httpx.ReadError if the connection is closed before any byte, and ValueError if it is closed within the head.
+    Raises httpx.ReadError if the connection is closed before any byte, and ValueError within the head.
     """
     begun = False
     while True:
@@ -275,11 +260,10 @@ def _reason(problem: Exception) -> str:
 
 
 class TransportPool:
-    """Pool of transports to one server. The pool lends a transport to one request at a time.
+    """Pool of transports to one server. It lends a request the transport that was returned last.
 
-    It lends the transport that was returned last. If `transport` is given, all requests share it. If the environment
-    names a proxy for `url`, the pool uses httpx's own transports. `verify` has the certificates to trust. Raises
-    LlmschedError if the URL of the proxy is malformed.
+    If `transport` is given, all requests share it. If the environment names a proxy for `url`, the pool uses httpx's
+    own transports. `verify` has the certificates to trust. Raises LlmschedError for a malformed proxy.
     """
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:

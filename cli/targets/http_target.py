@@ -55,11 +55,9 @@ class HttpOptions:
 
     `url` may end in /v1 or in an endpoint below it. If `model` is None, requests name the first model that the server
     lists. `ignore_eos` asks for answers of the exact length, and `ask_usage` for token counts. `tokenizer` names a
-    model: random prompts are drawn from its vocabulary, and its tokenizer encodes the texts of a trace. If
-    `text_prompts` is set, prompts are sent as text, not as token ids.
-
-    `lookup_timeout` is in seconds, for requests that are not part of the load, such as GET /metrics. If `timelines` is
-    set, an llmsched server is asked for its scheduler's decisions after the load.
+    model: random prompts are drawn from its vocabulary, and its tokenizer encodes the texts of a trace.
+    `lookup_timeout` is in seconds, for requests that are not part of the load. `timelines` asks an llmsched server for
+    its scheduler's decisions after the load.
     """
 
     url: str
@@ -113,10 +111,7 @@ class HttpTarget:
         )
 
     async def connect(self) -> None:
-        """Look up the model and the kind of server in /v1/models. The server need not have this route.
-
-        Raises TargetUnreachableError if the server accepts no connection.
-        """
+        """Look up model and kind of server in /v1/models, if it exists. Raises TargetUnreachableError."""
         try:
             response = await self._look_up("/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
@@ -209,10 +204,7 @@ class HttpTarget:
         return self._memory
 
     async def _look_up(self, path: str) -> httpx.Response:
-        """Send a GET request that is not part of the load, and return the response.
-
-        Raises TimeoutError if the response is not complete within `lookup_timeout` seconds.
-        """
+        """Get a path that is not part of the load. Raises TimeoutError after `lookup_timeout` seconds."""
         async with asyncio.timeout(self._options.lookup_timeout):
             return await self._lookups.get(f"{self._root}{path}")
 
@@ -238,8 +230,7 @@ def _detail(problem: Exception) -> str:
 async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[OpenTarget]:
     """Connect to a server, warm it up, and yield it as a target.
 
-    Raises TargetUnreachableError if the server accepts no connection, and ConfigError if the tokenizer cannot be
-    loaded.
+    Raises TargetUnreachableError, and ConfigError if the tokenizer cannot be loaded.
     """
     encode = None if options.tokenizer is None else load_encoder(options.tokenizer)
     ids: Sequence[int] | None = COMMON_IDS

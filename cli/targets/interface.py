@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 class Target(Protocol):
     """Engine or server to which a load can be sent.
 
-    If `in_process` is set, the target runs in the client's process and shares its event loop. `encode` turns the texts
-    of a trace into token ids; if it is None, texts are sent as text. `sample_interval` is in seconds; calls of `state`
-    at this interval do not disturb the target. `meter` observes each step of the engine; it is None if the steps cannot
-    be observed.
+    If `in_process`, the target shares the client's event loop. `encode` turns the texts of a trace into token ids; if
+    it is None, texts are sent as text. `sample_interval` is in seconds; calls of `state` at this interval do not
+    disturb the target. `meter` observes each step of the engine, if possible.
     """
 
     name: str
@@ -46,10 +45,7 @@ class Target(Protocol):
         """Return the current state, with its time in seconds of the event loop's clock, or None if unknown."""
 
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
-        """Return the scheduler's decisions about each request, with times in seconds of the event loop's clock.
-
-        An entry is None if the decisions are unknown. A target remembers only its latest requests.
-        """
+        """Return the scheduler's decisions about each request, if known, in seconds of the event loop's clock."""
 
     def memory(self) -> MemoryParts | None:
         """Return the sizes of the parts of the target's memory, as last reported, or None if unknown."""
@@ -63,9 +59,9 @@ class TargetUnreachableError(Exception):
 class RunPlan:
     """Plan of a run: the load, the SLOs against which it is measured, and how to send it to any kind of target.
 
-    `timeout` is in seconds per request. `warmup` is the number of warm-up requests; None stands for the usual number
-    of the kind of target. If `timelines` is set, an llmsched server is asked for its scheduler's decisions after the
-    load. If `partial` is set and the user interrupts the load, the requests that have ended are measured.
+    `timeout` is in seconds per request. `warmup` is the number of warm-up requests (None: the target's usual number).
+    `timelines` asks an llmsched server for its scheduler's decisions after the load. If `partial` is set and the user
+    interrupts the load, the requests that have ended are measured.
     """
 
     workload: Load
@@ -81,7 +77,7 @@ class OpenTarget:
     """Target that is ready and has answered `warmup` warm-up requests.
 
     `measure` sends a load to the target and returns its figures. A model in this process starts each load with an empty
-    prefix cache. `settings` are the settings of the engine, as far as they are known.
+    prefix cache. `settings` are those of the engine, as far as they are known.
     """
 
     name: str

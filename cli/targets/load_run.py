@@ -36,10 +36,7 @@ async def run_workload(
     partial: bool = False,
     first: int | None = None,
 ) -> Measurement:
-    """Send a load to a target and return its figures, measured against `slo`.
-
-    `count_tokens` returns the number of tokens in a text. For the other parameters, see send_workload.
-    """
+    """Send a load to a target and return its figures, measured against `slo`; see `send_workload`."""
     run = await send_workload(
         target, workload, ids=ids, timeout=timeout, progress=progress, partial=partial, first=first
     )
@@ -59,8 +56,8 @@ async def send_workload(
     """Send a load to a target, or only its first `first` requests, and return the record of the run.
 
     Random prompts consist of token ids from `ids`, or of words if `ids` is None. `timeout` is in seconds per request.
-    If `partial` is set and Ctrl-C cancels the task, the load stops and the record has the requests that have ended.
-    If no request has ended, CancelledError is raised.
+    If `partial` is set and Ctrl-C cancels the task, the record has the requests that have ended; if none has ended,
+    CancelledError is raised.
     """
     planned, stop_after = plan_first(workload, first, ids, target.encode)
     total = 0 if stop_after else len(planned)
@@ -113,10 +110,7 @@ async def send_workload(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list, and append the result of `state` to it every `interval` seconds.
-
-    Sampling ends with the block, or when `state` returns None.
-    """
+    """Yield a list that gets the result of `state` every `interval` seconds, until `state` returns None."""
     samples: list[TargetState] = []
 
     async def sample() -> None:

@@ -20,9 +20,8 @@ from llmsched.engine.simulated_engine import SimulatedEngine
 class SimulatedClients:
     """Clients that send a load to a simulated engine. A due request goes to the client that has been free longest.
 
-    For the parameters, see `run_load`. `_free` is a heap of the times at which the free clients became free. `_running`
-    has the requests in flight by id, and `_deadlines` the times at which requests time out. All times are in seconds of
-    virtual time.
+    For the parameters, see `run_load`. `_free` is a heap of the times at which the free clients became free,
+    `_deadlines` has the times at which requests time out. All times are in seconds of virtual time.
     """
 
     def __init__(
@@ -51,8 +50,7 @@ class SimulatedClients:
     def run(self, after_step: Callable[[], None] = lambda: None) -> list[RequestRecord]:
         """Serve the load, and return the records of all requests that were sent, in the order of `planned`.
 
-        Call `after_step` after each step. Raises CancelledError after a step if Ctrl-C has cancelled the current task;
-        asyncio itself would raise it at an await, and this method has none.
+        Call `after_step` after each step. Raises CancelledError after a step if Ctrl-C has cancelled the current task.
         """
         try:
             task = asyncio.current_task()
@@ -78,10 +76,7 @@ class SimulatedClients:
         return self._records
 
     def _advance(self) -> bool:
-        """Send due requests and advance the clock until the engine can compute a step.
-
-        Return False if all requests have ended and no request is left to send.
-        """
+        """Send due requests and advance the clock to the next step. Return False if all requests have ended."""
         engine = self._engine
         while True:
             while self._coming and self._free and (due := self._due(self._coming[0])) <= engine.clock.now:

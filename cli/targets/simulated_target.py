@@ -1,7 +1,6 @@
 """Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
 
-`simulate_run(blueprint, load, max_num_batched_tokens=512)` returns the record of a run, which figures.measure turns
-into figures. One blueprint is enough for any number of loads and settings that fit its memory reservation.
+One blueprint is enough for any number of loads and settings that fit its memory reservation.
 """
 
 from __future__ import annotations
@@ -48,13 +47,10 @@ def no_warning(text: str) -> None:
 def make_blueprint(
     config: EngineConfig, device: str, progress: Progress = silent, quantization: str | None = None
 ) -> Blueprint:
-    """Return the blueprint of an engine on the GPU `device`, or on this machine if `device` is "local".
+    """Return the blueprint of an engine on the GPU `device` (see `gpu_blueprint`) or, if "local", on this machine.
 
-    `gpu_blueprint` documents the names of GPUs. `quantization`, one of QUANTIZATIONS, is the format of the weights;
-    None stands for the model's own.
-
-    Raises ModelError if the model cannot be read. Raises ConfigError for a bad setting, or if "local" is asked for
-    and this machine was not calibrated for the model.
+    `quantization`, one of QUANTIZATIONS, is the format of the weights; None stands for the model's own. Raises
+    ModelError if the model cannot be read, and ConfigError for a bad setting, or for "local" without a calibration.
     """
     if quantization is not None and device == LOCAL:
         raise ConfigError("quantization", "applies to a simulated GPU; local serves the model as it is")
@@ -73,11 +69,9 @@ def simulate_run(
 ) -> RunRecord:
     """Serve a load on a new engine of `blueprint` in virtual time, and return the record of the run.
 
-    `limits` replace those of the blueprint. `timeout` is in seconds of virtual time per request. The model's tokenizer
-    encodes the texts of a trace. If the tokenizer is not on this disk, `warn` is called and each word counts as one
-    token.
-
-    Raises ConfigError if the limits exceed the blueprint's memory reservation.
+    `limits` replace those of the blueprint; ConfigError if they exceed its memory reservation. `timeout` is in seconds
+    of virtual time per request. If the model's tokenizer, which encodes the texts of a trace, is not on this disk,
+    `warn` is called and each word counts as one token.
     """
     engine = blueprint.engine(**limits)
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
@@ -120,10 +114,7 @@ def simulate_run(
 
 @contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Make Ctrl-C raise KeyboardInterrupt at once within the block.
-
-    The event loop's own handler would act only after the block, because the block never returns to the event loop.
-    """
+    """Make Ctrl-C raise KeyboardInterrupt within the block, which never returns to the event loop and its handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

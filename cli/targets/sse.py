@@ -18,8 +18,8 @@ class Event(NamedTuple):
 class EventParser:
     """Incremental parser of server-sent events.
 
-    Lines end in LF, CRLF or CR. Comments are skipped. Some servers deviate from the standard, so the parser does too:
-    `close` returns a last event that lacks its blank line, and a line `error: ...` gives an event of type "error".
+    Some servers deviate from the standard, so the parser does too: `close` returns a last event that lacks its blank
+    line, and a line `error: ...` gives an event of type "error".
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,7 @@ class EventParser:
         self._size = 0
 
     def feed(self, received: bytes) -> list[Event]:
-        """Return the events that `received` completes. The stream may be split between calls anywhere.
-
-        Raises ValueError for an event of more than 16 MiB.
-        """
+        """Return the events that `received` completes. Raises ValueError for an event of more than 16 MiB."""
         if self._after_cr and received:
             received = received.removeprefix(b"\n")
             self._after_cr = False

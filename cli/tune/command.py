@@ -187,10 +187,7 @@ def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:
 
 
 def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
-    """Return the names of the knobs to search. Without `text`, these are all knobs that no flag fixes.
-
-    `text` is the value of --knobs. Raises LlmschedError if it names a knob that a flag fixes.
-    """
+    """Return the knobs in `text` (--knobs), or all that no flag fixes. Raises LlmschedError for a fixed one."""
     fixed = _FIXED & options.given.keys()
     if text is None:
         return tuple(knob for knob in KNOBS if knob not in fixed)
@@ -203,10 +200,9 @@ def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
 
 
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
-    """Return the path of the profile to write. Raises LlmschedError if no file can be written there.
+    """Return the path of the profile to write: by default the model's name, and that of a simulated device.
 
-    The default name is the model's name. For a simulation, the name of the device is appended, so that the profile does
-    not replace a measured profile.
+    Raises LlmschedError if no file can be written there.
     """
     called = Path(model_name(model)).name
     usual = f"{called}-{simulate}" if simulate else called

@@ -23,10 +23,7 @@ TARGETS = (1.0, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Setting of the engine: a value for each knob. The fields are the arguments of `Engine.reconfigure`.
-
-    `headroom` is a share of the KV blocks. `target_itl` is in seconds; None turns it off.
-    """
+    """Setting of the engine: arguments of `Engine.reconfigure`. `target_itl` is in seconds; None turns it off."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -40,10 +37,7 @@ KNOBS = tuple(f.name for f in fields(Setting))
 
 @dataclass(frozen=True, slots=True)
 class PeakDemand:
-    """Peak demand of a run: the most requests in one step and the largest share (0 to 1) of KV blocks in use.
-
-    `preempted` says whether the engine preempted a request.
-    """
+    """Peak demand of a run: the most requests in one step and the largest share (0 to 1) of KV blocks in use."""
 
     running: int
     kv_share: float
@@ -51,10 +45,7 @@ class PeakDemand:
 
 
 def parse_knobs(text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of knob names. Return the names in the order of KNOBS.
-
-    Raises LlmschedError if a name is unknown or if the list is empty.
-    """
+    """Parse comma-separated knob names, into the order of KNOBS. Raises LlmschedError for an unknown name or none."""
     given = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     if unknown := [name for name in given if name not in KNOBS]:
         raise LlmschedError(f"--knobs: {unknown[0]!r} is not a knob; choose from {', '.join(KNOBS)}")
@@ -64,10 +55,7 @@ def parse_knobs(text: str) -> tuple[str, ...]:
 
 
 def powers_of_two(low: int, high: int) -> list[int]:
-    """Return both bounds and the powers of two between them, sorted, without duplicates.
-
-    Raises LlmschedError unless 1 <= low <= high.
-    """
+    """Return `low`, `high` and the powers of two between. Raises LlmschedError unless 1 <= low <= high."""
     if not 1 <= low <= high:
         raise LlmschedError(
             f"cannot sweep from {low} to {high}: the lower bound must be at least 1 and at most the upper bound"
@@ -77,10 +65,9 @@ def powers_of_two(low: int, high: int) -> list[int]:
 
 
 def largest_useful(concurrency: int, input_len: int) -> int:
-    """Return the largest token budget worth trying: the first power of two that fits all concurrent prompts.
+    """Return the first power of two that fits the prompts (`input_len` tokens) of all concurrent requests.
 
-    `concurrency` is the number of requests that run at once, `input_len` the prompt length in tokens. Steps with a
-    larger budget would never be full.
+    Steps with a larger token budget would never be full.
     """
     return 1 << (concurrency * input_len - 1).bit_length()
 
@@ -94,8 +81,8 @@ def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
 def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
     """Return `setting`, then copies with other values of max_num_seqs, largest first.
 
-    The values are powers of two between an eighth of the peak number of running requests and the peak itself, which is
-    excluded. If max_num_seqs limited the peak, the values go up to `most`, which is included.
+    The values are powers of two from an eighth of the peak number of running requests to below the peak. If
+    max_num_seqs limited the peak, the values go up to `most`, which is included.
     """
     capped = demand.running >= setting.max_num_seqs
     highest = most if capped else demand.running - 1
@@ -106,18 +93,17 @@ def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setti
 def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list[Setting]:
     """Return `setting` and, if KV memory was scarce, copies with the values of HEADROOMS that are at most `most`.
 
-    KV memory was scarce if the engine preempted a request or used more blocks than SCARCE allows.
+    It was scarce if the engine preempted a request or used more blocks than SCARCE allows.
     """
     scarce = demand.preempted or demand.kv_share > SCARCE * (1 - setting.headroom)
     return neighbours(setting, "headroom", [share for share in HEADROOMS if share <= most] if scarce else [])
 
 
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
-    """Return `setting`, then copies whose target_itl is derived from the SLOs for ITL and TPOT.
+    """Return `setting`, then copies whose target_itl is derived from the SLOs for ITL and TPOT, or is off.
 
-    Each target_itl is combined with the present token budget and with `largest`. With target_itl the token budget only
-    limits the size of a step, so the largest may be better. If `setting` has a target_itl, a copy without it is
-    included.
+    Each target_itl is combined with the present token budget and with `largest`, which may be better because target_itl
+    makes it a mere limit.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")

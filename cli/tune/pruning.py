@@ -1,7 +1,7 @@
 """Pruning of settings that a cost model predicts to be far worse than the best setting.
 
-The settings measured so far calibrate the predictions, whose mean error is corrected. A setting is pruned only if it is
-worse by a margin, which grows with the largest remaining error.
+The settings measured so far correct the mean error of predictions. A setting is pruned only if it is worse by a margin,
+which grows with the largest remaining error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def hopeless(
 ) -> dict[Setting, str]:
     """Return the settings that cannot be the best according to the predictions, each mapped to the reason.
 
-    `predicted` has predicted runs of `settings` and of the settings measured so far. Settings are compared by
-    throughput, which is an upper bound of goodput. Goodput is less suitable, because near an SLO a small error in
-    latency can change goodput from its maximum to 0. Latencies are compared with the SLOs separately.
+    `predicted` has predicted runs of `settings` and of those measured so far. Settings are compared by throughput, an
+    upper bound of goodput, because near an SLO a small error in latency can change goodput to 0. Latencies are compared
+    with the SLOs separately.
     """
     table = history.throughput_ranking()
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]
@@ -78,7 +78,7 @@ def _log(value: float | None) -> float:
 
 
 def _bias(log_ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return the mean of the log ratios (measured to predicted figure) and the largest deviation from the mean.
+    """Return the mean of log ratios (measured to predicted figure) and the largest deviation from the mean.
 
     Return None if the deviation exceeds MOST_ERROR, or if there are fewer than two ratios.
     """

@@ -1,8 +1,8 @@
 """Race of settings: all settings get short runs, and the leaders get longer runs until the winner is clear.
 
 The method is successive halving (Jamieson and Talwalkar, 2016). In a round, all settings serve the same requests, one
-setting after the other. Every second round has the reverse order, so that drift of the machine's speed affects all
-settings alike. If a run raises an exception, the setting counts as not working, and the race goes on.
+after the other, in reverse order every second round, so that drift of the machine's speed affects all alike. If a run
+raises an exception, the setting counts as not working, and the race goes on.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ class TrialRunner(Protocol):
     """Interface of a runner, which serves a load with a given setting and returns the figures."""
 
     async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        """Serve the first `requests` requests of round `round_index` with a setting. Return the figures of the run.
-
-        Any exception means that the setting does not work.
-        """
+        """Serve the first requests of a round with a setting. Any exception means that it does not work."""
         ...
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
@@ -57,10 +54,7 @@ async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_in
 
 
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
-    """Return the possible lengths of a round in requests, ascending, for a load of `requests` requests.
-
-    Even the shortest round has at least 2 x `concurrency` requests, if the load has as many, to outlast the ramp-up.
-    """
+    """Return the possible lengths of a round in requests, ascending: at least 2 x `concurrency`, for the ramp-up."""
     least = min(requests, 2 * concurrency)
     return tuple(sorted({max(least, math.ceil(share * requests)) for share in RUNGS}))
 
@@ -70,7 +64,7 @@ class Race:
 
     `lengths` are the possible lengths of a round in requests, ascending. The best settings run at the last length up to
     `repeats` times. After the first round, a round starts only if it is expected to end within `time_limit` seconds.
-    `on_run(stage, done, total)` reports progress: `done` of `total` requests of the stage named `stage` were sent.
+    `on_run(stage, done, total)` reports the requests of a stage that were sent.
     """
 
     def __init__(
@@ -95,10 +89,9 @@ class Race:
         self._pace: dict[Setting, float] = {}
 
     async def qualify(self, stage: str, settings: Sequence[Setting], *, prune: bool = True) -> None:
-        """Run the settings in short rounds and keep the better half after each round.
+        """Run the settings, in order of preference, in short rounds and keep the better half of each round.
 
-        `settings` are in order of preference. With `prune`, settings that a cost model predicts to be far worse are
-        skipped.
+        With `prune`, settings that a cost model predicts to be far worse are skipped.
         """
         lengths = self._lengths[:-1] or self._lengths
         has_final = len(self._lengths) > 1 or self._repeats > 1
@@ -121,8 +114,7 @@ class Race:
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
         """Run one setting of the last round again. If its score has changed, forget the round and return True.
 
-        The first short run of a setting decides whether the setting stays in the race, so this run must be reliable. If
-        there is no time to repeat the round, the result is False.
+        The first short run of a setting must be reliable, because it decides whether the setting stays in the race.
         """
         round_index = self._num_rounds - 1
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]
@@ -155,8 +147,7 @@ class Race:
     ) -> list[Setting]:
         """Run each setting once, except settings that are pruned. Return the settings that ran.
 
-        `done` is the number of requests that the stage has sent so far. `total` is the number that it is expected to
-        send.
+        `done` of `total` requests of the stage have been sent so far.
         """
         backwards = self._num_rounds % 2 == 1
         left = settings[::-1] if backwards else list(settings)
@@ -195,10 +186,7 @@ class Race:
         return run
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
-        """Return the settings to run for longer: the better half of those that meet the SLOs.
-
-        If none meets the SLOs, return the two settings that miss them by the least.
-        """
+        """Return the better half of the settings that meet the SLOs or, if none does, the two nearest misses."""
         good = self._good(settings)
         if not good:
             missed = [trial for s in settings if (trial := self.history.trial(s)).completed and not trial.failed]
@@ -214,8 +202,7 @@ class Race:
     def _contenders(self) -> list[Setting]:
         """Return the settings to run in full, in order of preference: those whose scores are close to the best.
 
-        If none meets the SLOs, return the setting that misses them by the least, unless this setting or MOST_CONTENDERS
-        others have had a full run.
+        If none meets the SLOs, return the nearest miss, unless this setting or MOST_CONTENDERS others had a full run.
         """
         measured = self.history.worked()
         good = self._good(measured)
@@ -230,10 +217,7 @@ class Race:
         return [setting for setting in good if setting in near[:MOST_CONTENDERS]]
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return the settings that work and meet the SLOs.
-
-        A setting with only short runs may exceed an SLO by the factor SLACK.
-        """
+        """Return the settings that work and meet the SLOs, up to the factor SLACK after only short runs."""
         good = []
         for trial in map(self.history.trial, settings):
             short = trial.completed and not trial.failed and trial.longest < self.full
@@ -242,10 +226,7 @@ class Race:
         return good
 
     def _in_time(self, settings: Sequence[Setting], requests: int, share: float = 1.0) -> bool:
-        """Return True if a round is expected to end in time; otherwise set `out_of_time` and return False.
-
-        The time limit is multiplied by `share`. Before the first run has been timed, the result is True.
-        """
+        """Return True if a round is expected to end in a `share` of the time limit; otherwise set `out_of_time`."""
         if not self._pace:
             return True
         typical = sum(self._pace.values()) / len(self._pace)

@@ -1,9 +1,8 @@
 """Ranking of settings by their runs on a machine whose speed drifts.
 
-All settings of a round served the same requests at nearly the same time, so the effect of the round on their scores can
-be removed. The model is log(score) = effect of the setting + effect of the round + noise. It is fitted by least
-squares, and each run is weighted by its number of requests (two-way layout with empty cells; Scheffe, The Analysis of
-Variance, 1959).
+All settings of a round served the same requests at nearly the same time. The model is log(score) = effect of the
+setting + effect of the round + noise. It is fitted by least squares, weighted by numbers of requests (two-way layout
+with empty cells; Scheffe, The Analysis of Variance, 1959).
 """
 
 from __future__ import annotations
@@ -32,18 +31,12 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 class Ranking:
-    """Ranking of settings by their scores, without the effect of the rounds.
-
-    `effects` maps each setting to the logarithm of its score. The value is -inf if a run of the setting scored 0.
-    """
+    """Ranking of settings by `effects`: the logarithms of scores without the effect of the rounds (-inf for 0)."""
 
     def __init__(
         self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
     ) -> None:
-        """Rank all settings that have a run with a score. `exact` means that repeating a run gives the same score.
-
-        `score` returns the score of a run, or None if the run has none.
-        """
+        """Rank all settings that have a run with a score. `exact`: repeating a run gives the same score."""
         scored = [(run, value) for run in runs if (value := score(run)) is not None]
         zero = {run.setting for run, value in scored if value <= 0}
         scored = [(run, value) for run, value in scored if run.setting not in zero]
@@ -81,8 +74,7 @@ class Ranking:
     def noise(self, one: Setting, other: Setting) -> float:
         """Return the share by which the scores of two settings must differ to count as different.
 
-        The share is the standard error of the difference, kept between NOISE_FLOOR and NOISE_CEILING. For exact runs it
-        is NOISE_FLOOR.
+        It is the standard error of the difference, kept between NOISE_FLOOR (also for exact runs) and NOISE_CEILING.
         """
         if self._exact:
             return NOISE_FLOOR

@@ -25,8 +25,7 @@ def state_path(profile: Path) -> Path:
 class ResumableRunner:
     """TrialRunner that records the runs of another TrialRunner in a journal and does not repeat recorded runs.
 
-    The journal is a JSON Lines file. The first line identifies the search; each further line holds a run or
-    predictions.
+    The first line of the JSON Lines file identifies the search; each further line holds a run or predictions.
     """
 
     def __init__(self, runner: TrialRunner, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
@@ -64,7 +63,7 @@ class ResumableRunner:
         self.path.unlink(missing_ok=True)
 
     def _keep(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry to the journal. If this fails, warn once and stop recording, but let the search continue."""
+        """Append an entry to the journal. If this fails, warn once and let the search continue without it."""
         if self._writable:
             try:
                 self._write(_line(entry), mode="a")

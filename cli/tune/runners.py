@@ -55,8 +55,7 @@ class TrialLoad(NamedTuple):
 class EngineRunner:
     """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it has failed.
 
-    Every run starts with an empty prefix cache, so that no setting profits from prompts that another setting has
-    served. All settings of a round get the same prompts. Each round has new prompts.
+    Every run starts with an empty prefix cache. All settings of a round get the same prompts, each round new ones.
     """
 
     def __init__(self, config: EngineConfig, work: TrialLoad, progress: Progress) -> None:
@@ -113,10 +112,9 @@ class EngineRunner:
         return run_of(setting, round_index, requests, figures, self._watch.peak_running, seconds)
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
-        """Return simulated runs of the settings, based on a cost model fitted to the steps so far.
+        """Return simulated runs of the settings, if enough steps were recorded to fit a cost model.
 
-        The result is empty while too few steps are recorded. The simulation recomputes preempted requests, even if the
-        engine swaps them.
+        The simulation recomputes preempted requests, even if the engine swaps them.
         """
         cost = None if self._watch is None else self._watch.cost()
         if self._engine is None or self._engine.core.plan is None or cost is None:
@@ -179,9 +177,9 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
 
 
 class StepWatch:
-    """Executor that wraps the executor of an engine and records the shape and time of each step.
+    """Executor that wraps an engine's executor and records the shape and time of each step.
 
-    `peak_running` is the largest number of running requests in any step since `peak_running` was last set to 0.
+    `peak_running` is the largest number of requests in a step since `peak_running` was last set to 0.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -206,8 +204,7 @@ class StepWatch:
     def cost(self) -> LearnedCost | None:
         """Fit a cost model to the recorded steps. Return None if there are too few steps.
 
-        The median gap between steps is taken as the time for scheduling and output processing. The mean would include
-        the time that an idle engine waits for requests.
+        Gaps between steps count by their median; the mean would include the time that an idle engine waits.
         """
         if len(self._steps) < _MIN_STEPS:
             return None

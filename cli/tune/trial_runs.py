@@ -17,10 +17,7 @@ MAX_SAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class ThinnedSamples:
-    """Distribution of one latency in seconds: sorted values, each of which stands for `each` samples.
-
-    `total` and `most` are the exact sum and maximum of all samples.
-    """
+    """Distribution of a latency in seconds: sorted values, each for `each` samples, and exact sum and maximum."""
 
     values: tuple[float, ...] = ()
     each: int = 1
@@ -29,10 +26,7 @@ class ThinnedSamples:
 
 
 def thinned(samples: Iterable[float]) -> ThinnedSamples:
-    """Return the samples, sorted. If there are more than MAX_SAMPLES, return only every k-th of the sorted samples.
-
-    The smallest k is taken that leaves at most MAX_SAMPLES.
-    """
+    """Return the samples, sorted, or every k-th of them with the smallest k that leaves at most MAX_SAMPLES."""
     ordered = sorted(samples)
     if not ordered:
         return ThinnedSamples()
@@ -51,10 +45,7 @@ def pooled(parts: Sequence[ThinnedSamples]) -> Summary:
 
 
 def pooled_statistic(parts: Sequence[ThinnedSamples], name: str) -> float | None:
-    """Return one statistic of the samples of several runs, pooled; None without samples.
-
-    `name` is "mean", "max" or a name that `percentiles.statistic` knows, such as "p99".
-    """
+    """Return a statistic (see `percentiles.statistic`) of several runs' samples, pooled; None without samples."""
     if name in ("mean", "max"):
         found: float | None = getattr(pooled(parts), name)
         return found
@@ -70,8 +61,8 @@ class TrialRun:
     """Run of one setting: the first `requests` requests of the load in round `round_index`, served in `seconds`.
 
     `tokens_per_s` is the rate of output tokens, ramp-up excluded. `met` maps the name of each SLO, and "all", to the
-    number of requests that met it; without SLOs it is empty. `samples` maps each name in FIGURES to its distribution.
-    `problem` says why the setting does not work; it is None if the setting works.
+    number of requests that met it. `samples` maps each name in FIGURES to its distribution. `problem` says why the
+    setting does not work.
     """
 
     setting: Setting
@@ -108,10 +99,9 @@ def run_of(
     peak_running: int = 0,
     seconds: float = 0.0,
 ) -> TrialRun:
-    """Reduce a measurement of the first `requests` requests of a load to the run of a setting.
+    """Reduce a measurement of at most the first `requests` requests of a load to the run of a setting.
 
-    A load with a duration may have sent fewer requests. `peak_running` is the largest number of requests in one step.
-    `seconds` is the duration of the run.
+    `peak_running` is the largest number of requests in one step. `seconds` is the duration of the run.
     """
     counts, memory, steady = measured.requests, measured.memory, measured.rates.output_tokens_steady
     total = counts.completed + counts.failed

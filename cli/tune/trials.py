@@ -24,9 +24,9 @@ class Trial:
     `latencies` maps each name in FIGURES to a summary in seconds. Rates exclude the ramp-up and are means over the
     runs. `spread` is half the range of the token rates, divided by their mean. `held` maps the name of each SLO to the
     figure in seconds that is compared with the SLO. `attainment` maps the name of each SLO, and "all", to the share of
-    requests that met it. `miss` is the largest ratio of a figure to its SLO; without SLOs it is 0. `rounds` counts all
-    runs of the setting. `longest` is the number of requests in a longest run. `reason` says why the setting is
-    infeasible or, if `skipped`, why it was not measured; it is None for a feasible setting.
+    requests that met it. `miss` is the largest ratio of a figure to its SLO, or 0. `rounds` counts all runs of the
+    setting. `longest` is the number of requests in a longest run. `reason` says why the setting is infeasible or, if
+    `skipped`, why it was not measured.
     """
 
     setting: Setting
@@ -50,10 +50,7 @@ class Trial:
 
 
 def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
-    """Pool the runs of a setting into a trial.
-
-    The trial is infeasible if a request failed, if no request had any output, or if an SLO was missed.
-    """
+    """Pool a setting's runs into a trial, infeasible if a request failed, none had output, or an SLO was missed."""
     rounds = sum(run.requests > 0 for run in runs)
     broken = next((run.problem for run in runs if run.problem is not None), None)
     longest = max((run.requests for run in runs), default=0)
@@ -172,18 +169,14 @@ class TrialHistory:
         return contenders[self.ranking().best(list(contenders))] if contenders else None
 
     def leader(self) -> Trial | None:
-        """Return the feasible trial with the highest score, ignoring noise.
-
-        If no trial is feasible, return the nearest miss (see `nearest_miss`).
-        """
+        """Return the feasible trial with the highest score, ignoring noise, or else the `nearest_miss`."""
         contenders = self._contenders()
         return contenders[self.ranking().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
 
     def relative(self) -> dict[Setting, float]:
-        """Return the score of each setting divided by the score of the best setting.
+        """Return each setting's score divided by that of the best, or by the highest if none is feasible.
 
-        If no setting is feasible, divide by the highest score. Unlike rates, these ratios can be compared between
-        settings that ran in different rounds or had shorter runs.
+        Unlike rates, these ratios can be compared between settings that ran in different rounds or had shorter runs.
         """
         table, best = self.ranking(), self.best()
         ranked = [best.setting] if best else table.ranked(list(table.effects))
@@ -198,10 +191,7 @@ class TrialHistory:
         return sorted(missed, key=lambda trial: trial.miss)
 
     def nearest_miss(self) -> Trial | None:
-        """Return the trial with the smallest `miss` among the trials that missed an SLO and had the longest runs.
-
-        Return None if no trial missed an SLO.
-        """
+        """Return the trial with the smallest `miss` of an SLO, if any, among those with the longest runs."""
         missed = self.missed()
         longest = max((trial.longest for trial in missed), default=0)
         return next((trial for trial in missed if trial.longest == longest), None)

@@ -25,10 +25,7 @@ _BUDGET_AXIS = "max_num_batched_tokens, logarithmic"
 
 
 def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
-    """Return the report as a JSON object. The key names give the units. Unknown figures are null.
-
-    `profile` is the path of the saved profile, None if no profile was saved.
-    """
+    """Return the report as a JSON object. Key names give the units, unknown figures are null."""
     history, task = outcome.history, outcome.task
     best, nearest = history.best(), history.nearest_miss()
     return {
@@ -146,7 +143,6 @@ def _definitions(outcome: TuneOutcome) -> dict[str, str]:
 
 
 def _table(history: TrialHistory) -> Table:
-    """Return the table of trials, with one row per setting."""
     trials, best = history.trials(), history.best()
     knobs = varied_knobs([trial.setting for trial in trials])
     relative, latencies = history.relative(), ["P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]

@@ -50,10 +50,10 @@ Target = TypeVar("Target")
 class TuneTask:
     """Task of one `llmsched tune` command: the model, the load and SLOs, and the limits of the search.
 
-    `knobs` are the names of the knobs to search. The best settings get up to `rounds` full runs. `timeout` limits each
-    request and `time_limit` the whole search, both in seconds. `smallest` is the smallest token budget to try. The
-    profile is written to `destination`, and the search journal beside it. With `resume` the search continues from that
-    journal. With `warm_start` it starts from the latest profile of the same model and device.
+    The best settings get up to `rounds` full runs. `timeout` limits each request and `time_limit` the whole search,
+    both in seconds. `smallest` is the smallest token budget to try. The profile is written to `destination`, and the
+    search journal beside it, from which the search continues with `resume`. With `warm_start` it starts from the latest
+    profile of the same model and device.
     """
 
     model: str
@@ -119,10 +119,7 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
 
 
 async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
-    """Search for the best setting on a simulated device. Raises the same errors as `tune_engine`.
-
-    `device` is the name of a GPU, or "local" for the device that `llmsched calibrate` measured.
-    """
+    """Search on a simulated device: a GPU, or "local" for the one that `llmsched calibrate` measured."""
 
     async def simulate(config: EngineConfig) -> Blueprint:
         return make_blueprint(config, device, progress)
@@ -149,7 +146,7 @@ async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> Tun
 
 
 def _warn_of_long_load(task: TuneTask) -> None:
-    """Warn if the time limit is too short to send the load as often as a search usually needs."""
+    """Warn if the time limit is too short for the usual number of runs of the load."""
     load = task.load
     if load.closed:
         seconds = load.stop_after or 0.0
@@ -168,8 +165,8 @@ async def _open_largest(
 ) -> tuple[Target, Refused]:
     """Call `open_target` with ever smaller token budgets until one fits into memory.
 
-    Return the opened target and the budgets that did not fit. `kind` is "cpu" or "cuda". Raises ConfigError if even the
-    smallest budget does not fit, and LlmschedError if the scheduling policy cannot be tuned.
+    Return the opened target and the budgets that did not fit. Raises ConfigError if none fits, and LlmschedError if the
+    scheduling policy cannot be tuned.
     """
     if (policy := task.options.given.get("scheduling_policy", "fair")) != "fair":
         raise LlmschedError(
@@ -208,8 +205,7 @@ async def _search(
 ) -> None:
     """Search with a runner whose engine has the settings of `config`, and fill in the outcome.
 
-    With `warm_start`, the search starts from the latest profile of this model and device. `refused` are the token
-    budgets that do not fit into memory.
+    `refused` are the token budgets that do not fit into memory.
     """
     now = asyncio.get_running_loop().time
     began, task = now(), outcome.task
@@ -237,7 +233,7 @@ async def _search(
 
 
 def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
-    """Return `start` with the profile's knob values, except values above the limits and knobs that a flag sets."""
+    """Return `start` with the profile's knob values, except those above the limits and those that a flag sets."""
     plain = EngineConfig()
     known: dict[str, Any] = {}
     for knob in KNOBS:

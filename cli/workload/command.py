@@ -101,7 +101,6 @@ def _plain(figures: Any) -> dict[str, Any] | None:
 
 
 def _show(found: LoadAnalysis) -> None:
-    """Print the tables and recommendations of an analysis."""
     sample = found.sample
     render.say(f"{sample.name} ({sample.format}): {len(sample.inputs):,} requests; lengths in tokens ({sample.tokens})")
     lengths = (("prompt", found.input), ("answer", found.output), ("total", found.total))

@@ -29,10 +29,7 @@ _Z99 = 2.326
 
 @dataclass(frozen=True, slots=True)
 class LengthFigures:
-    """Statistics of lengths in tokens. `tail` is P99 divided by the mean.
-
-    Percentiles interpolate between the two nearest samples.
-    """
+    """Statistics of lengths in tokens, with interpolated percentiles. `tail` is P99 divided by the mean."""
 
     mean: float
     p50: float
@@ -48,9 +45,8 @@ class LengthFigures:
 class ArrivalFigures:
     """Statistics of arrivals. `rate` is in requests per second, None if all requests arrive at the same time.
 
-    `gap_cv` is the coefficient of variation of the gaps between arrivals: their standard deviation divided by their
-    mean. It is 1 for Poisson arrivals. `peak_over_mean` is the rate in the busiest 10 s divided by the mean rate, None
-    if the load is shorter than 10 s.
+    `gap_cv` is the coefficient of variation of the gaps between arrivals, which is 1 for Poisson arrivals.
+    `peak_over_mean` is the rate in the busiest 10 s divided by the mean rate.
     """
 
     duration_s: float
@@ -61,11 +57,10 @@ class ArrivalFigures:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Recommended settings.
+    """Recommended settings. None means unknown, for lack of answer lengths or prompts.
 
     `max_model_len` fits every request. With half that length, the share `refused_by_half` of requests would be refused.
-    `headroom_by_running` maps numbers of running requests to the share of blocks to keep free (see `headroom`). It is
-    None if answer lengths are unknown. `prefix_caching` is None if the prompts are unknown.
+    `headroom_by_running` maps numbers of running requests to the share of blocks to keep free (see `headroom`).
     """
 
     max_model_len: int
@@ -148,11 +143,8 @@ def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
     Admission knows the prompt lengths and expects outputs of mean length. In 1 % of cases, the outputs of n independent
     requests exceed this expectation by z sigma sqrt(n) tokens or more (normal approximation; z = 2.326, sigma is the
     standard deviation of output lengths). The headroom is this excess, divided by the sum of the excess and the tokens
-    that the requests hold.
-
-    The formula was checked against simulated runs of all shipped workloads with 16 and 64 running requests
-    (tests/bench/bench_headroom.py): at most 2 of 300 requests were preempted, and throughput was within 3 % of the best
-    of six other shares. Without headroom, up to 13 % of requests were preempted and throughput was up to 11 % lower.
+    that the requests hold. tests/bench/bench_headroom.py compares the formula with simulated runs: at most 2 of 300
+    requests were preempted, and throughput was within 3 % of the best of six other shares.
     """
     outputs = np.asarray(lengths, dtype=np.float64).T[1]
     excess = _Z99 * float(outputs.std()) / (math.sqrt(running) * held(lengths))
@@ -162,8 +154,8 @@ def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
 def held(lengths: Sequence[tuple[int, int]]) -> float:
     """Return the mean number of tokens that a running request holds, given (prompt, output) lengths.
 
-    A request with p prompt and o output tokens runs for o steps and holds p + o / 2 tokens on average. The result is
-    the mean of o (p + o / 2) over all requests, divided by the mean of o.
+    A request with p prompt and o output tokens runs for o steps and holds p + o / 2 tokens on average. So the result is
+    the mean of o (p + o / 2) divided by the mean of o.
     """
     prompts, outputs = np.asarray(lengths, dtype=np.float64).T
     return float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())

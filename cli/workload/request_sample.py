@@ -12,13 +12,11 @@ from llmsched.cli.load.traces.trace import Content, Trace
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """Sample of a load: its requests in the order of their times.
+    """Sample of a load: its requests in the order of their times. None means unknown.
 
-    `inputs` and `outputs` are prompt and answer lengths in tokens; an unknown answer length is None. `offsets` are
-    times in seconds, None if the load has no times. `prompts` has a sequence of ids per request, or is None if the
-    prompts are unknown. An id stands for `unit` tokens (the last id of a prompt may stand for fewer). Equal ids stand
-    for equal tokens. `texts` are the prompts as text, None if the load has no texts. `tokens` says what counts as a
-    token.
+    `inputs` and `outputs` are prompt and answer lengths in tokens, `offsets` times in seconds. `prompts` has a sequence
+    of ids per request. An id stands for `unit` tokens (the last id of a prompt may stand for fewer). Equal ids stand
+    for equal tokens. `tokens` says what counts as a token.
     """
 
     name: str

@@ -19,8 +19,8 @@ PIN_SHARE = 0.05
 class Coverage:
     """Share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
 
-    If `exact` is False, `tokens` is not a multiple of the trace's block length. In a trace with longer blocks, `share`
-    counts prompts that share the whole first block, so the true share may be larger.
+    If not `exact`, `tokens` is within a block of the trace and `share` counts prompts that share all of this block, so
+    the true share may be larger.
     """
 
     tokens: int
@@ -41,9 +41,8 @@ class Pin:
 class SharedPrefixes:
     """Figures of an unlimited prefix cache that serves each request from all requests before it.
 
-    `hit_rate` is the share of prompt tokens served from whole cached blocks. The last token of a prompt is always
-    computed. `distinct_tokens` is the number of tokens in the cache at the end. `pin` is the prefix that saves the most
-    prompt tokens, None if no prefix is shared by enough requests.
+    `hit_rate` is the share of prompt tokens served from whole cached blocks. `distinct_tokens` is the number of tokens
+    in the cache at the end. `pin` is the prefix that saves the most prompt tokens, if enough requests share one.
     """
 
     coverage: tuple[Coverage, ...]

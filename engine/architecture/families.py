@@ -1,7 +1,6 @@
 """Table of model families: the defaults of settings that config.json may omit, and the parts of a decoder layer.
 
-With this table, most configs can be read without transformers' config classes, which take seconds to import. Tests
-compare every family with its config class.
+With this table, most configs need none of transformers' config classes, which take seconds to import.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ Switch = bool | str
 class DecoderParts:
     """Parts of a decoder that differ between families.
 
-    `norms` is the number of norms in one layer. `norm_vectors` is the number of weight vectors in each norm: 1 for
-    RMSNorm, 2 for LayerNorm with bias. `qk_norm` is "head" if queries and keys are normalised within each head, "all"
-    if over all heads together, and "" if they are not normalised. `gated_query` doubles the rows of the query
-    projection; the added rows gate the output.
-
-    `experts` is the name of the config's setting for the width of routed experts; "" means that all MLPs are dense.
-    `positions` is the name of the setting for the number of learned positions; "" means that no positions are learned.
+    `norms` is the number of norms in one layer, and `norm_vectors` the weight vectors in each: 1 for RMSNorm, 2 for
+    LayerNorm with bias. `qk_norm` is "head" if queries and keys are normalised within each head, "all" if over all
+    heads together. `gated_query` doubles the rows of the query projection; the added rows gate the output. `experts`
+    and `positions` name the config's settings for the width of routed experts and the number of learned positions ("":
+    none).
     """
 
     qkv_bias: Switch = False
@@ -45,10 +42,7 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Family of models with one model_type.
-
-    `needs` are the settings that config.json must have so that `defaults` can fill in the rest without transformers.
-    """
+    """Family of models with one model_type. `defaults` fill in the rest of a config.json that has all `needs`."""
 
     parts: DecoderParts
     needs: frozenset[str]

@@ -36,9 +36,8 @@ _CACHE_FORMAT = 2
 class ConfigCache:
     """Cache, in a file, of values that transformers takes seconds to compute from one config.json.
 
-    The file lies in `directory`. Its name is a hash of the config's content and the versions of llmsched and
-    transformers. Errors in reading or writing the file are only logged. Models of `families.FAMILIES` do not need
-    transformers, so they have no file.
+    The file in `directory` is named after a hash of the config's content and the versions of llmsched and transformers.
+    Errors in reading or writing it are only logged. Models of `families.FAMILIES` have no file.
     """
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
@@ -46,10 +45,7 @@ class ConfigCache:
         self._directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the value cached under `name`, or else the result of `ask`, which the cache then stores.
-
-        The result must be plain JSON.
-        """
+        """Return the value cached under `name`, or else the plain JSON that `ask` returns, which is then cached."""
         if name not in self._answers:
             self._answers[name] = ask()
             try:
@@ -76,10 +72,9 @@ class ConfigCache:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Settings of the language model that a config describes.
+    """Settings of the language model that a config describes. `config` is the whole, with its vision part.
 
-    `known` is True if `values` includes the defaults of the model_type. `config` is the whole config, including its
-    vision part. `cache` stores values that transformers computes from `config`.
+    `known` is True if `values` includes the defaults of the model_type.
     """
 
     values: Mapping[str, Any]
@@ -160,11 +155,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
 def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None = None) -> Fields:
     """Return the language model's settings from a transformers config or from the content of a config.json.
 
-    Settings that a config.json omits get the defaults of its model_type, if FAMILIES or transformers knows this type.
-    In the config of a multimodal model, sizes are read from the nested text config, because the outer sizes describe
-    the vision part.
-
-    Raises ModelError for an encoder-decoder, and for a config that transformers rejects.
+    Settings that a config.json omits get the defaults of its model_type, if FAMILIES or transformers knows this type. A
+    multimodal model's sizes are those of the nested text config. Raises ModelError for an encoder-decoder, and for a
+    config that transformers rejects.
     """
     if not isinstance(config, Mapping):
         return Fields(_class_values(config), True, config, cache)
@@ -206,11 +199,7 @@ def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
-    """Build the transformers config from the content of a config.json.
-
-    Returns None if transformers does not know the model_type. Raises ModelError if the config class rejects the
-    content.
-    """
+    """Build the transformers config, or None for an unknown model_type. Raises ModelError for rejected content."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -1,7 +1,7 @@
 """Counts of the operations and memory traffic of a model's steps, computed from its config.
 
-A step reads a matrix of P numbers once and takes 2 P operations per token. If every token is sent to k of E experts,
-independently and evenly, then T tokens use E (1 - (1 - k / E) ** T) experts on average.
+A step reads a matrix of P numbers once and takes 2 P operations per token. If every token is sent to k of E experts
+evenly, T tokens use E (1 - (1 - k / E) ** T) experts on average.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """Weight matrices of one kind.
-
-    `numbers` is how many numbers they have, `size` is their bytes, and `arithmetic` is the type in which they are
-    multiplied.
-    """
+    """Weight matrices of one kind: how many `numbers`, their `size` in bytes, and the type for multiplication."""
 
     numbers: int
     size: float
@@ -36,11 +32,10 @@ class Matrices(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Costs of attention in all layers of one kind.
+    """Costs of attention in all layers of one kind: bytes of KV per token, operations per (query, key) pair.
 
-    `kv_bytes` is the bytes of KV per token. `prefill_flops` and `decode_flops` are operations per (query, key) pair. If
-    `windowed`, a query attends only to the last tokens before it. If `latent` (MLA), prefill has separate keys and
-    values for each head, but in decode all heads attend to one latent vector, so decode is a matrix product.
+    If `latent` (MLA), prefill has separate keys and values for each head, but in decode all heads attend to one latent
+    vector, so decode is a matrix product.
     """
 
     windowed: bool
@@ -55,9 +50,8 @@ class ModelFlops:
     """Costs of a model's steps, independent of the device.
 
     `dense` are the matrices that multiply every token, `experts` are all routed experts, and `head` is the matrix that
-    computes logits. In each layer with experts, a token is sent to `experts_per_token` of `num_experts`. `vector_bytes`
-    is the bytes of activations that are read and written per token. `state_bytes` is the bytes of recurrent state that
-    are read and written per sequence and step. `window` is the largest sliding window in tokens; None means no window.
+    computes logits. `vector_bytes` is the bytes of activations that are read and written per token, and `state_bytes`
+    those of recurrent state per sequence and step. `window` is the largest sliding window in tokens.
     """
 
     layers: int
@@ -77,11 +71,10 @@ def model_flops(
 ) -> ModelFlops:
     """Compute the costs of a model's steps from the content of its config.json.
 
-    `dtype_bytes` is the bytes of one number in activations and in weights that are not quantised. `kv_dtype_bytes` is
-    the bytes of one number in KV; None means `dtype_bytes`. Matrices are multiplied in fp8 if weights and activations
-    are both quantised to 8 bits, else in 16 bits.
-
-    Raises ModelError if the parameters cannot be counted, or if the config lacks a size or has an invalid one.
+    `dtype_bytes` is the bytes of one number in activations and in weights that are not quantised, `kv_dtype_bytes` in
+    KV (default: the same). Matrices are multiplied in fp8 if weights and activations are both quantised to 8 bits, else
+    in 16 bits. Raises ModelError if the parameters cannot be counted, or if the config lacks a size or has an invalid
+    one.
     """
     with size_errors():
         fields = read_fields(config, cache)

@@ -1,7 +1,6 @@
 """KV memory that a model's layers need per token and per sequence.
 
-Sources: Ainslie et al. 2023 (grouped-query attention: 2 x kv_heads x head_dim numbers per layer), DeepSeek-V2 2024
-(MLA: one latent and one rope vector per layer).
+Sources: Ainslie et al. 2023 (grouped-query attention), DeepSeek-V2 2024 (MLA: one latent and one rope vector).
 """
 
 from __future__ import annotations
@@ -83,19 +82,13 @@ class LayerGroup:
         return self.layers * self.kv_heads * (self.head_dim_k + self.head_dim_v) * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that this engine caches per token in all layers of the group.
-
-        They differ from `bytes_per_token` only for MLA.
-        """
+        """Return the bytes that this engine caches per token in all layers, which differ only for MLA."""
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Layer groups of a model.
-
-    `notes` lists facts and assumptions. `confidence` is "estimate" if there is at least one assumption, else "exact".
-    """
+    """Layer groups of a model. Any assumption in `notes` makes its `confidence` "estimate"."""
 
     groups: tuple[LayerGroup, ...]
     confidence: Confidence
@@ -114,10 +107,7 @@ class Geometry:
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of a sequence of `length` tokens if sliding-window layers free the KV outside their windows.
-
-        The bytes include recurrent state.
-        """
+        """Return the bytes (and state) of a sequence if sliding-window layers free KV outside their windows."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
@@ -137,21 +127,18 @@ class Geometry:
 
 
 def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_bytes: int = 2) -> Geometry:
-    """Return a model's layers in groups that need the same KV memory.
+    """Return a model's layers in groups that need the same KV memory. Recurrent state partly takes `dtype_bytes`.
 
-    `dtype_bytes` is the bytes of one number in the model's type, in which recurrent layers keep part of their state.
-
-    Raises ModelError for an encoder-decoder, and for a config whose layers or heads are missing or inconsistent.
+    Raises ModelError for an encoder-decoder, and if layers or heads are missing or inconsistent.
     """
     fields = config if isinstance(config, Fields) else read_fields(config)
     return LayerReader(fields, dtype_bytes).geometry()
 
 
 class LayerReader:
-    """Reader of the layers that one config describes.
+    """Reader of the layers that one config describes, which collects `assumed` and known `facts` for users.
 
-    `assumed` collects the assumptions that the methods make. `facts` collects facts that users should know. The methods
-    raise ModelError if the config is invalid.
+    The methods raise ModelError if the config is invalid.
     """
 
     def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:

@@ -12,10 +12,8 @@ from llmsched.engine.architecture.recurrent import DeltaNetSizes, Mamba2Sizes
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters in classes. Quantised formats treat these classes differently.
+    """Numbers of parameters in classes that quantised formats treat differently.
 
-    - linear: matrices of attention and dense MLPs
-    - experts: matrices of routed experts
     - embeddings: input embeddings, output embeddings and learned positions
     - other: norms, biases, routers, convolutions
     - encoders: image and audio encoders
@@ -38,7 +36,7 @@ def add_up(parts: Iterable[Parameters]) -> Parameters:
 
 
 def count_parameters(config: Fields) -> Parameters | None:
-    """Count the language model's parameters. Return None for a family or variant that families.py does not describe.
+    """Count the language model's parameters; None for a family or variant that families.py does not describe.
 
     Raises ModelError if the config does not describe all layers.
     """

@@ -27,10 +27,9 @@ Arithmetic = Literal["bf16", "fp8", "fp8_block"]
 class Quantization:
     """Format of a quantised checkpoint.
 
-    `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts. Both include the
-    bits of scales and zero points. None means that these matrices are not quantised; both are None if the format is
-    unknown. `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache; fp8 weights alone do not imply such
-    scales.
+    `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, with scales and
+    zero points (None: not quantised, or an unknown format). `fp8_kv` is True if the checkpoint has scales for an fp8 KV
+    cache; fp8 weights alone do not imply such scales.
     """
 
     method: str
@@ -66,10 +65,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
 
 
 def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `config` with QUANTIZATIONS[name] as its quantization_config.
-
-    Raises ConfigError for an unknown name or a checkpoint that is already quantised.
-    """
+    """Return `config` with a quantization_config. Raises ConfigError for an unknown name or if it has one."""
     if name not in QUANTIZATIONS:
         raise ConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
     if config.get("quantization_config"):
@@ -123,9 +119,8 @@ def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None,
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
-    """Return the bits that one weight takes: `bits` bits, and its share of the 16-bit scale of its group.
+    """Return the bits that one weight takes, with its share of the 16-bit scale (and zero point) of its group.
 
-    `group` is the number of weights in a group. With `zero_point`, a group also has a zero point of `bits` bits.
     Returns None if `bits` is not a positive whole number.
     """
     if not isinstance(bits, int) or bits < 1:

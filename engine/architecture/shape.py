@@ -23,8 +23,7 @@ class ModelShape:
 
     `inner_size` is the width of the MLP that one token passes through; `query_size` is the width of all query heads
     together. `whole_scores` is True if a CPU must hold all attention scores at once, because the model caps them or
-    adds sinks or biases. `max_position` is the longest context in tokens; None if the config does not limit it.
-    `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache.
+    adds sinks or biases. `max_position` is the longest context in tokens, if limited. `fp8_kv`: see Quantization.
     """
 
     geometry: Geometry
@@ -55,10 +54,8 @@ def model_shape(
 ) -> ModelShape:
     """Return the sizes of a model from its transformers config or the content of its config.json.
 
-    `dtype_bytes` is the bytes of one number in the model's type. `path` is the model's directory, whose weight files
-    give the size of the weights. If `weights` is given, no files are read.
-
-    Raises ModelError if a size is missing or has the wrong type.
+    `dtype_bytes` is the bytes of one number in the model's type. Unless `weights` is given, the files in the directory
+    `path` give the size of the weights. Raises ModelError if a size is missing or has the wrong type.
     """
     with size_errors():
         fields = read_fields(config, cache)
@@ -95,10 +92,7 @@ def inner_size(fields: Fields) -> int:
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """Return the longest context, in tokens, that can be served exactly; None if the config does not limit it.
-
-    Also returns a note if this context is shorter than the model's own limit.
-    """
+    """Return the longest context, in tokens, that can be served exactly, and a note if the model's own is longer."""
     stated = fields.get("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
     if limit == stated:
@@ -109,8 +103,8 @@ def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
 def rotary_limit(fields: Fields) -> int | None:
     """Return the longest context, in tokens, for which rotary embeddings stay the same; None if they never change.
 
-    Rotary embeddings of the types longrope and dynamic change for the whole batch when its longest sequence exceeds the
-    original context. Then results would depend on other requests, and keys that are already cached would be wrong.
+    Types longrope and dynamic change for the whole batch when its longest sequence exceeds the original context. Then
+    results would depend on other requests, and keys that are already cached would be wrong.
     """
     given = fields.get("rope_parameters", "rope_scaling", default={})
     per_layer_kind = [value for value in given.values() if isinstance(value, Mapping)]

@@ -9,10 +9,9 @@ Settings = Mapping[str, Any]
 
 
 def encoder_parameters(config: Settings) -> int | None:
-    """Count the parameters outside a model's language model. `config` is the content of config.json.
+    """Count the parameters outside a model's language model; 0 for a text model.
 
-    Returns 0 for a text model. Returns None for a model that has an audio encoder, is not in `_ENCODERS`, or lacks a
-    setting that the count needs.
+    Returns None for a model that has an audio encoder, is not in `_ENCODERS`, or lacks a setting.
     """
     vision = config.get("vision_config")
     if any(config.get(name) for name in ("audio_config", "speech_config")):
@@ -40,10 +39,7 @@ def _plain_block(hidden: int, inner: int) -> int:
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Count the encoder of Qwen3-VL or Qwen3.5.
-
-    It has learned positions, plain blocks, one merger, and one more merger for each deepstack layer.
-    """
+    """Count Qwen3-VL's or 3.5's encoder: learned positions, plain blocks, a merger and one per deepstack layer."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
@@ -53,10 +49,7 @@ def _qwen3_vl(config: Settings, vision: Settings) -> int:
 
 
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen2-VL's encoder: plain blocks without learned positions, and one merger.
-
-    In vision_config, `hidden_size` is the width of the output and `embed_dim` is the width of the blocks.
-    """
+    """Count Qwen2-VL's encoder: plain blocks of width `embed_dim`, and one merger to `hidden_size`."""
     hidden, out = vision["embed_dim"], vision["hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, int(hidden * vision["mlp_ratio"]))
     return int(_patches(vision, hidden) + blocks + _layer_norm(hidden) + _merger(vision, hidden, out))

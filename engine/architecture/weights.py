@@ -40,10 +40,9 @@ _MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layer
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Size of a model's weights: `count` bytes once they are loaded in the serving type.
+    """Size of a model's weights: `count` bytes in the serving type. Not `exact` means an estimate.
 
-    `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown". `exact` is False for an
-    estimate.
+    `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown".
     """
 
     count: int
@@ -57,10 +56,8 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 
     If the directory `path` has safetensors files, the size comes from their headers: `dtype_bytes` per number of a
     floating-point tensor, because loading converts it, and the stored bytes of a quantised tensor. Without files, the
-    size comes from the parameters that the config implies; tied embeddings count once. If the config does not suffice
-    either, the size is 0 and a note says why.
-
-    Raises ModelError for a damaged file.
+    size comes from the config; tied embeddings count once. If the config does not suffice either, the size is 0 and a
+    note says why. Raises ModelError for a damaged file.
     """
     files: list[Path] = []
     if path is not None and (path / _INDEX).is_file():
@@ -86,10 +83,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 
 
 def numbered_shards(directory: Path) -> list[Path]:
-    """Return the paths model-00001-of-0000N.safetensors to model-0000N-of-0000N, some of which may be missing.
-
-    Returns an empty list if the directory has none of them.
-    """
+    """Return model-00001-of-0000N.safetensors to N, of which some may be missing, if one exists in `directory`."""
     totals = {match["total"] for file in directory.glob("model-*") if (match := _SHARD.fullmatch(file.name))}
     return [
         directory / f"model-{number:05}-of-{total}.safetensors"
@@ -101,7 +95,7 @@ def numbered_shards(directory: Path) -> list[Path]:
 def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
     """Count a model's parameters from families.FAMILIES, or else from a model built on torch's meta device.
 
-    Returns the counts and notes about parts that are not counted. All counts are 0 if neither way works.
+    Also returns notes on parts that are not counted. All counts are 0 if neither way works.
     """
     counted = count_parameters(fields)
     if counted is not None and (encoders := encoder_parameters(fields.content)) is not None:
@@ -127,7 +121,6 @@ def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_by
 
 
 def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weights:
-    """Return the total size of the tensors in `files` that the model loads."""
     count, left_out, stored = 0, 0, set()
     tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
     for file in files:
@@ -165,10 +158,9 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _built_parameters(config: Any) -> dict[str, int] | None:
-    """Count parameters by building the model on torch's meta device, which allocates no memory but takes seconds.
+    """Count parameters by building the model on torch's meta device, which takes seconds but no memory.
 
-    Returns the fields of Parameters. Returns None if the model cannot be built, because it needs a package that is not
-    installed or its config has an invalid value.
+    Returns None if the model cannot be built, because of a missing package or an invalid value.
     """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
