@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -58,17 +58,20 @@ class BudgetAnalysis:
 
     @property
     def problem(self) -> str | None:
-        """Reason why the plan does not meet the demand, or None if it does."""
-        return self.demand.shortfall(self.plan)
+        """Reason why the plan does not meet the demand, or why that is not known; None if it meets the demand."""
+        return self.demand.shortfall(self.plan) or self.shape.weights.doubt
 
     @property
-    def fits(self) -> bool:
-        return self.problem is None
+    def fits(self) -> bool | None:
+        """True if the plan meets the demand. None if only its weights, which may be far larger, leave it open."""
+        if self.demand.shortfall(self.plan) is not None:
+            return False
+        return True if self.shape.weights.doubt is None else None
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes that would make the demand fit, the cheapest first. Empty if the demand fits already."""
-        if self.fits:
+        """Changes that would make the demand fit, the cheapest first. Empty if it fits or the weights are unknown."""
+        if self.fits or self.shape.weights.doubt is not None:
             return []
         known = [(spec.key, gpu_device(spec)) for spec in gpus().values()]
         return changes(self.planner, self.config, self.device, self.demand, known)
@@ -123,3 +126,9 @@ class BudgetAnalysis:
                 f"MLA is cached as full keys and values, {human_bytes(cached)} per token "
                 f"instead of the {human_bytes(plan.kv_bytes_per_token)} of its latents"
             )
+
+
+def any_fits(analyses: Iterable[BudgetAnalysis]) -> bool | None:
+    """Return True if one of the plans fits, None if that is not known, False if none fits."""
+    answers = [analysis.fits for analysis in analyses]
+    return True if True in answers else None if None in answers else False

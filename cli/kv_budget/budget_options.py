@@ -83,7 +83,11 @@ class BudgetOptions:
     weights: Annotated[
         int | None,
         typer.Option(
-            parser=typed(size), metavar="SIZE", help="Size of the loaded weights; default: from files or config."
+            "--weights",
+            "--weights-bytes",
+            parser=typed(size),
+            metavar="SIZE",
+            help="Size of the loaded weights, such as 15GiB or a number of bytes; default: from files or config.",
         ),
     ] = None
     quantization: Annotated[str | None, quantization_option("Plan for a checkpoint")] = None

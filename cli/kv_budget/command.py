@@ -9,7 +9,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.kv_budget import simulated_serving, text_report
-from llmsched.cli.kv_budget.analysis import BudgetAnalysis
+from llmsched.cli.kv_budget.analysis import BudgetAnalysis, any_fits
 from llmsched.cli.kv_budget.budget_options import ALL, BudgetOptions, all_gpus
 from llmsched.cli.kv_budget.json_document import comparison_document, document
 from llmsched.cli.kv_budget.other_engines import command_line
@@ -74,7 +74,7 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
             text_report.show(analysis, document(analysis))
             if simulated is not None:
                 simulated_serving.show(*simulated)
-    if not any(analysis.fits for analysis in analyses):
+    if not any_fits(analyses):
         raise typer.Exit(1)
 
 

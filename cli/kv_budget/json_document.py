@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmsched.cli.kv_budget.analysis import BudgetAnalysis
+from llmsched.cli.kv_budget.analysis import BudgetAnalysis, any_fits
 from llmsched.cli.options.flags import flag
 from llmsched.engine.architecture.geometry import LayerGroup
 from llmsched.engine.errors import spell
@@ -56,7 +56,7 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
             {
                 **_attributes(step, "max_num_batched_tokens", "activation_bytes", "num_blocks"),
                 "blocks_lost": plan.num_blocks - step.num_blocks,
-                "fits": step.fits,
+                "fits": None if analysis.shape.weights.doubt else step.fits,
             }
             for step in step_sizes(analysis.planner, analysis.config, analysis.device)
         ],
@@ -71,7 +71,7 @@ def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[
     first = compared[0][1]
     return {
         "model": first.spec,
-        "fits": any(analysis.fits for _, analysis in compared),
+        "fits": any_fits(analysis for _, analysis in compared),
         "users": first.demand.users if first.has_demand else None,
         "context": first.demand.context or None,
         "kv_confidence": first.shape.geometry.confidence,
@@ -151,7 +151,7 @@ def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
 
 def _group(group: LayerGroup, kv_dtype_bytes: int) -> dict[str, Any]:
     return {
-        **_attributes(group, "kind", "layers", "kv_heads", "head_dim_k", "head_dim_v"),
+        **_attributes(group, "kind", "layers", "kv_heads", "head_dim_k", "head_dim_v", "index_dim"),
         "bytes_per_token": group.bytes_per_token(kv_dtype_bytes),
         "cached_bytes_per_token": group.cached_bytes_per_token(kv_dtype_bytes),
         "window": group.window,

@@ -94,13 +94,14 @@ def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator
     kinds = f"{layout.full_groups} full, {layout.window_groups} window"
     of_group = f", for one of the {layout.num_groups} groups of layers ({kinds})" if layout.num_groups > 1 else ""
     per_token = plan.block_bytes // plan.block_size
-    yield f"block      {plan.block_size} tokens x {per_token:,} B = {human_bytes(plan.block_bytes)}{of_group}"
+    if plan.block_bytes:
+        yield f"block      {plan.block_size} tokens x {per_token:,} B = {human_bytes(plan.block_bytes)}{of_group}"
     yield (
         f"weights    {human_bytes(plan.weights_bytes)} (from {analysis.shape.weights.source}), activations "
         f"{human_bytes(plan.activation_bytes)} for steps of {plan.max_num_batched_tokens} tokens, "
         f"{plan.max_num_seqs_limit} sequences"
     )
-    yield f"KV memory  {_kv_memory(analysis)}"
+    yield f"{'KV memory' if plan.block_bytes else 'left     '}  {_kv_memory(analysis)}"
     if plan.num_blocks:
         blocks_each = f"ceil(({plan.max_model_len:,} - 1) / {plan.block_size})"
         if layout.window_groups:
@@ -129,6 +130,8 @@ def _group_line(group: dict[str, Any], kv_dtype_bytes: int) -> str:
     product = f"{group['kv_heads']} KV heads x {dims if dims.startswith('2') else f'({dims})'}"
     if group["kind"] == "mla":
         product = f"{group['head_dim_k']} (latent + rope)"
+        if group["index_dim"]:
+            product = f"({group['head_dim_k']} (latent + rope) + {group['index_dim']} (index key))"
     window = f", window {group['window']}" if group["window"] else ""
     total = f"{group['bytes_per_token']:,} B per token"
     return f"{group['kind']:9}  {layers} {product} x {kv_dtype_bytes} B = {total}{window}"
@@ -147,7 +150,7 @@ def _kv_memory(analysis: BudgetAnalysis) -> str:
     budget = f"{human_bytes(plan.device.total)} x {plan.utilisation:g}"
     if plan.budget_bytes < int(plan.device.total * plan.utilisation):
         budget = f"{human_bytes(plan.budget_bytes)} that other programs leave"
-    return f"{budget} - {parts} {f'= {available}' if plan.num_blocks else 'leaves nothing'}"
+    return f"{budget} - {parts} {f'= {available}' if plan.available_kv_bytes else 'leaves nothing'}"
 
 
 def _show_lengths(lengths: dict[str, Any]) -> None:
@@ -176,10 +179,13 @@ def _probability(row: dict[str, Any]) -> str:
 
 
 def _show_answer(document: dict[str, Any]) -> None:
-    """Print that the demand fits, or why it does not fit and which changes would help."""
+    """Print that the demand fits, or why it does not and which changes would help, or why that is not known."""
     if document["fits"]:
         if document["users"] is not None:
             render.say(f"fits: {document['users']:,} requests of {document['context']:,} tokens at the same time")
+        return
+    if document["fits"] is None:
+        render.say(f"not known to fit: {document['problem']}")
         return
     render.say(f"does not fit: {document['problem']}")
     changes = document["would_fit"]
@@ -210,12 +216,13 @@ def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
                 f"{gpu['kv_tokens']:,}" if gpu["num_blocks"] else "-",
                 f"{gpu['max_model_len']:,}" if analysis.plan.fits else "-",
                 f"{gpu['max_num_seqs']:,}",
-                "yes" if gpu["fits"] else "no",
+                {True: "yes", False: "no", None: "unknown"}[gpu["fits"]],
                 "-" if gpu["replicas"] is None else f"{gpu['replicas']:,}",
             )
         )
     render.table(f"{first.spec}{wanted}", columns, rows)
     smallest = next((gpu["name"] for gpu in document["gpus"] if gpu["fits"]), None)
-    render.say(f"the smallest GPU that fits: {smallest}" if smallest else "it fits on none of these GPUs")
-    for note in first.shape.geometry.notes:
+    none = "it fits on none of these GPUs" if document["fits"] is False else "not known to fit on any of these GPUs"
+    render.say(f"the smallest GPU that fits: {smallest}" if smallest else none)
+    for note in (*first.shape.geometry.notes, *first.shape.weights.notes):
         render.say(f"note: {spell(note, flag)}")

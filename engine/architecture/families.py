@@ -20,8 +20,7 @@ class DecoderParts:
     `norms` is the number of norms in one layer, and `norm_vectors` the weight vectors in each: 1 for RMSNorm, 2 for
     LayerNorm with bias. `qk_norm` is "head" if queries and keys are normalised within each head, "all" if over all
     heads together. `gated_query` doubles the rows of the query projection; the added rows gate the output. `experts`
-    and `positions` name the config's settings for the width of routed experts and the number of learned positions ("":
-    none).
+    names the config's setting for the width of routed experts ("": none). `positions` is True if positions are learned.
     """
 
     qkv_bias: Switch = False
@@ -36,17 +35,26 @@ class DecoderParts:
     shared_gate: bool = False
     norms: int = 2
     norm_vectors: int = 1
-    positions: Literal["n_positions", "max_position_embeddings", ""] = ""
+    positions: bool = False
     head_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Family of models with one model_type. `defaults` fill in the rest of a config.json that has all `needs`."""
+    """Family of models with one model_type. `defaults` fill in the rest of a config.json that has all `needs`.
+
+    Published files also state the settings `states`; if one of these is missing, its default may be wrong.
+    """
 
     parts: DecoderParts
     needs: frozenset[str]
     defaults: Mapping[str, Any]
+    states: frozenset[str]
+
+    @property
+    def sizes(self) -> frozenset[str]:
+        """Sizes in `defaults`."""
+        return frozenset(name for name in self.defaults if name in _SIZES)
 
 
 def _biased(switch: Switch, **parts: Any) -> DecoderParts:
@@ -54,9 +62,15 @@ def _biased(switch: Switch, **parts: Any) -> DecoderParts:
     return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
 
 
-def _family(parts: DecoderParts, needs: str, **defaults: Any) -> Family:
+_SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"})
+_TIE, _KV, _QUANT = "tie_word_embeddings", "num_key_value_heads", "quantization_config"
+_SPARSE = f"{_TIE} decoder_sparse_step"
+
+
+def _family(parts: DecoderParts, needs: str, states: str = _TIE, **defaults: Any) -> Family:
     sizes = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
-    return Family(parts, frozenset(f"{sizes} {needs}".split()) - defaults.keys(), defaults)
+    needed = frozenset(f"{sizes} {needs}".split()) - defaults.keys()
+    return Family(parts, needed, defaults, frozenset(states.split()))
 
 
 _DENSE = "intermediate_size"
@@ -84,19 +98,19 @@ _MIXTRAL = DecoderParts(experts="intermediate_size")
 _DEEPSEEK = DecoderParts(experts="moe_intermediate_size")
 _GPT = _biased(True, gated_mlp=False, norm_vectors=2)
 
-_GPT2 = replace(_GPT, positions="n_positions")
+_GPT2 = replace(_GPT, positions=True)
 _GPT2_NEEDS = frozenset(("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": _family(_LLAMA, _DENSE),
-    "granite": _family(_LLAMA, _DENSE),
+    "llama": _family(_LLAMA, _DENSE, f"{_TIE} {_KV}"),
+    "granite": _family(_LLAMA, _DENSE, f"{_TIE} {_KV}"),
     "smollm3": _family(_LLAMA, _GROUPED, tie_word_embeddings=True),
     "mistral": _family(_BARE, f"{_GROUPED} sliding_window"),
-    "phi3": _family(_BARE, f"{_DENSE} sliding_window"),
+    "phi3": _family(_BARE, f"{_GROUPED} sliding_window"),
     "glm4": _family(replace(_GLM, norms=4), f"{_WIDE} attention_bias"),
-    "olmo2": _family(replace(_GEMMA, qk_norm="all"), _DENSE),
-    "olmo": _family(replace(_GEMMA, norm_vectors=0), _DENSE),
-    "olmo3": _family(replace(_GEMMA, qk_norm="all"), f"{_DENSE} sliding_window", sliding_window_pattern=4),
+    "olmo2": _family(replace(_GEMMA, qk_norm="all"), _DENSE, f"{_TIE} {_KV}"),
+    "olmo": _family(replace(_GEMMA, norm_vectors=0), _DENSE, f"{_TIE} {_KV}"),
+    "olmo3": _family(replace(_GEMMA, qk_norm="all"), f"{_GROUPED} sliding_window", sliding_window_pattern=4),
     "glm": _family(_GLM, f"{_WIDE} attention_bias"),
     "seed_oss": _family(replace(_LLAMA, out_bias="attention_out_bias"), f"{_WIDE} attention_bias attention_out_bias"),
     "ernie4_5": _family(_biased("use_bias"), f"{_WIDE} use_bias", tie_word_embeddings=True),
@@ -111,14 +125,15 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": _family(_QWEN2, _GROUPED),
     "qwen2_5_vl_text": _family(_QWEN2, _GROUPED),
     "qwen3_vl_text": _family(_QWEN3, _WIDE),
-    "qwen3_5_text": _family(_NEXT, f"{_WIDE} {_DELTA} layer_types"),
-    "gemma": _family(_GEMMA, _WIDE, tie_word_embeddings=True),
+    "qwen3_5_text": _family(_NEXT, f"{_WIDE} {_DELTA} layer_types", f"{_TIE} mamba_ssm_dtype"),
+    "gemma": _family(_GEMMA, _WIDE, "", tie_word_embeddings=True),
     "gemma2": _family(
-        replace(_GEMMA, norms=4), f"{_WIDE} sliding_window", sliding_window_pattern=2, tie_word_embeddings=True
+        replace(_GEMMA, norms=4), f"{_WIDE} sliding_window", "", sliding_window_pattern=2, tie_word_embeddings=True
     ),
     "gemma3_text": _family(
         replace(_QWEN3, norms=4),
         f"{_WIDE} sliding_window",
+        "",
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=256,
@@ -130,22 +145,26 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4_text": _family(
         DecoderParts(qk_norm="head", norms=4),
         f"{_WIDE} {_GEMMA4} hidden_size_per_layer_input",
+        f"{_TIE} num_global_key_value_heads",
         tie_word_embeddings=True,
     ),
-    "cohere": _family(replace(_COHERE, qk_norm="all"), _GROUPED, use_qk_norm=False, tie_word_embeddings=True),
-    "cohere2": _family(_COHERE, f"{_WIDE} sliding_window", sliding_window_pattern=4, tie_word_embeddings=True),
+    "cohere": _family(replace(_COHERE, qk_norm="all"), _GROUPED, "", use_qk_norm=False, tie_word_embeddings=True),
+    "cohere2": _family(_COHERE, f"{_WIDE} sliding_window", "", sliding_window_pattern=4, tie_word_embeddings=True),
     "mixtral": _family(_MIXTRAL, f"{_GROUPED} {_LOCAL}"),
     "olmoe": _family(
-        replace(_GEMMA, qk_norm="all", experts="intermediate_size"), f"{_DENSE} num_experts num_experts_per_tok"
+        replace(_GEMMA, qk_norm="all", experts="intermediate_size"),
+        f"{_DENSE} num_experts num_experts_per_tok",
+        f"{_TIE} {_KV}",
     ),
-    "granitemoe": _family(replace(_GEMMA, experts="intermediate_size"), f"{_DENSE} {_LOCAL}"),
+    "granitemoe": _family(replace(_GEMMA, experts="intermediate_size"), f"{_DENSE} {_LOCAL}", f"{_TIE} {_KV}"),
     "minimax_m2": _family(replace(_MIXTRAL, qk_norm="all"), f"{_WIDE} {_LOCAL}"),
     "qwen2_moe": _family(
         replace(_QWEN2, experts="moe_intermediate_size", shared_gate=True),
         f"{_GROUPED} {_EXPERTS} shared_expert_intermediate_size",
+        _SPARSE,
     ),
-    "qwen3_moe": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS}"),
-    "qwen3_vl_moe_text": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS}", tie_word_embeddings=True),
+    "qwen3_moe": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS}", _SPARSE),
+    "qwen3_vl_moe_text": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS}", _SPARSE, tie_word_embeddings=True),
     "qwen3_next": _family(
         _NEXT_MOE,
         f"{_WIDE} {_EXPERTS} {_DELTA} shared_expert_intermediate_size",
@@ -154,13 +173,23 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": _family(
         _NEXT_MOE,
         f"num_key_value_heads head_dim {_EXPERTS} {_DELTA} shared_expert_intermediate_size layer_types",
+        f"{_TIE} mamba_ssm_dtype",
     ),
     "gpt_oss": _family(
-        DecoderParts(qkv_bias=True, out_bias=True, sinks=True, experts="intermediate_size", expert_bias=True),
-        f"{_WIDE} {_LOCAL} sliding_window layer_types",
+        replace(_GEMMA, sinks=True, experts="intermediate_size", expert_bias=True),
+        f"{_WIDE} {_LOCAL} sliding_window layer_types attention_bias",
+        f"{_TIE} {_QUANT}",
     ),
     "deepseek_v2": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
-    "deepseek_v3": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
+    "deepseek_v3": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}", f"{_TIE} {_QUANT}"),
+    "deepseek_v32": _family(
+        _DEEPSEEK, f"{_DENSE} {_MLA_MOE} index_head_dim index_n_heads", f"{_TIE} {_QUANT} index_topk"
+    ),
+    "nemotron-nas": _family(_LLAMA, "block_configs"),
+    "openelm": _family(
+        replace(_BARE, qk_norm="head"),
+        "num_key_value_heads head_dim ffn_multipliers ffn_dim_divisor normalize_qk_projections",
+    ),
     "glm4_moe": _family(
         replace(_GLM, qk_norm="head", experts="moe_intermediate_size"),
         f"{_WIDE} attention_bias use_qk_norm n_routed_experts n_shared_experts num_experts_per_tok "
@@ -169,18 +198,20 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron_h": _family(
         DecoderParts(gated_mlp=False, norms=1, experts="moe_intermediate_size"),
         f"{_WIDE} {_MAMBA}",
+        f"{_TIE} mamba_ssm_cache_dtype moe_shared_expert_intermediate_size",
         mamba_ssm_cache_dtype="float32",
     ),
-    "phi": _family(replace(_GPT, norms=1, head_bias=True), _DENSE),
+    "phi": _family(replace(_GPT, norms=1, head_bias=True), _DENSE, f"{_TIE} {_KV}"),
     "starcoder2": _family(
         _biased("use_bias", gated_mlp=False, norm_vectors=2), f"{_GROUPED} use_bias", tie_word_embeddings=True
     ),
     "gpt_neox": _family(_GPT, _DENSE),
-    "gpt2": Family(_GPT2, _GPT2_NEEDS, {"tie_word_embeddings": True}),
-    "gpt_bigcode": Family(_GPT2, _GPT2_NEEDS | {"multi_query"}, {"tie_word_embeddings": True}),
+    "gpt2": Family(_GPT2, _GPT2_NEEDS, {_TIE: True}, frozenset()),
+    "gpt_bigcode": Family(_GPT2, _GPT2_NEEDS | {"multi_query"}, {_TIE: True}, frozenset()),
     "opt": _family(
-        replace(_GPT, positions="max_position_embeddings"),
+        replace(_GPT, positions=True),
         "ffn_dim word_embed_proj_dim do_layer_norm_before",
+        "",
         tie_word_embeddings=True,
     ),
     "falcon": _family(

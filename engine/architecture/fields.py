@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.families import FAMILIES
+from llmsched.engine.architecture.layer_lists import STANDARD_NAMES, standardise
 from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 from llmsched.profiles.toml_files import replace_file
@@ -30,7 +32,25 @@ _NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
 _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 
 #: Version of ConfigCache's file format. Increase it when the stored values, or the way to compute them, change.
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
+
+#: Settings in Family.needs whose values are text.
+_WORDS = frozenset({"hybrid_override_pattern"})
+
+#: Names of settings that are understood in some family.
+UNDERSTOOD = frozenset(STANDARD_NAMES.values()).union(*(family.needs | family.states for family in FAMILIES.values()))
+
+#: Beginning of the sentence about settings that may matter but were not read.
+UNREAD = "settings that are not understood and not taken into account"
+
+#: Names of settings that change neither KV nor weights, although they contain a word that suggests it.
+_HARMLESS = re.compile(
+    r"dropout|drop_|norm(?!alize_qk)|_eps|epsilon|initializer|scal|softcap|implementation|rope|rotary|output_|use_cache|"
+    r"cache_implementation|chunk_size_feed|^id2label|^label2id|_token|_id$|_ids$|beam|_return_|nextn|mtp|_act$|"
+    r"activation|_coef|routing|router_|(?<!index_)top_?k|^n_group$|group_topk|score|swiglu_limit|float8|fp8|fused|"
+    r"kernels$|parallel|pipeline|gradient|recompute|pretraining|reorder|upcast|_fp32|_type$|method|_class$|"
+    r"logits|_bos|_eos|^architectures$|auto_map|^torch_dtype$|^dtype$|^model_type$|_path$|version|mrope|position_|per_tok$|^vocab_size_per_layer_input$|processor|bidirectional|expert_group|^(mamba_)?chunk_size$"
+)
 
 
 class ConfigCache:
@@ -72,22 +92,48 @@ class ConfigCache:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Settings of the language model that a config describes. `config` is the whole, with its vision part.
+    """Settings of the language model that a config describes, under standard names (layer_lists.py).
 
-    `known` is True if `values` includes the defaults of the model_type.
+    `config` is the whole, with its vision part. `known` is True if `values` includes the defaults of the model_type.
+    The file states a value for the names in `stated`, and none for those in `unstated`, although it should. `read` are
+    the names that were passed to `get`.
     """
 
     values: Mapping[str, Any]
     known: bool
     config: PretrainedConfig | Mapping[str, Any] = field(repr=False)
     cache: ConfigCache | None = field(default=None, repr=False)
+    stated: frozenset[str] = frozenset()
+    unstated: frozenset[str] = frozenset()
+    read: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of `names` that is set and not null, else `default`."""
+        self.read.update(names)
         for name in names:
             if (value := self.values.get(name)) is not None:
                 return value
         return default
+
+    def reread(self) -> Fields:
+        """Return the same settings, of which none is read yet."""
+        return replace(self, read=set())
+
+    def assumed(self) -> Iterator[str]:
+        """Yield sentences about the settings that were read, although the config does not state them."""
+        for name in sorted(self.read & self.unstated):
+            value = self.values.get(name)
+            counted = "" if value is None or isinstance(value, list | Mapping) else f"; {value} is assumed"
+            yield f"the config does not state {name}{counted}"
+
+    def unread(self, pattern: re.Pattern[str], irrelevant: Set[str] = frozenset()) -> Iterator[str]:
+        """Yield a sentence about the settings that may matter but were not read, if there are any.
+
+        A setting may matter if its name matches `pattern` and is neither harmless nor `irrelevant`.
+        """
+        names = (name for name in self.stated - self.read - irrelevant if self.values.get(name))
+        if unread := sorted(name for name in names if pattern.search(name) and not _HARMLESS.search(name)):
+            yield f"{UNREAD}: {', '.join(unread)}"
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
         """Return the value that `cache` has under `name`, or else the result of `question`, which is then cached."""
@@ -106,7 +152,7 @@ class Fields:
 
     @property
     def hidden_size(self) -> Any:
-        return self.get("hidden_size", "n_embd", "d_model")
+        return self.get("hidden_size")
 
     @property
     def vocab_size(self) -> Any:
@@ -115,22 +161,20 @@ class Fields:
     @property
     def mlp_size(self) -> Any:
         """Width of a dense MLP; four times hidden_size if the config omits it."""
-        return self.get(
-            "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * (self.hidden_size or 0)
-        )
+        return self.get("intermediate_size", default=4 * (self.hidden_size or 0))
 
     @property
     def num_experts(self) -> Any:
         """Number of routed experts in one layer."""
-        return self.get("num_local_experts", "num_experts", "n_routed_experts")
+        return self.get("num_experts")
 
     @property
     def experts_per_token(self) -> Any:
-        return self.get("num_experts_per_tok", "top_k_experts", "moe_topk")
+        return self.get("num_experts_per_tok")
 
     @property
     def shared_expert_size(self) -> Any:
-        return self.get("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+        return self.get("shared_expert_intermediate_size")
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -159,29 +203,57 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache
     multimodal model's sizes are those of the nested text config. Raises ModelError for an encoder-decoder, and for a
     config that transformers rejects.
     """
+    with size_errors():
+        return _read_fields(config, cache)
+
+
+def _read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None) -> Fields:
     if not isinstance(config, Mapping):
-        return Fields(_class_values(config), True, config, cache)
+        return Fields(standardise(_class_values(config)), True, config, cache)
     _refuse_encoder_decoder(config)
     text = nested_text(config) or config
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
-    stated = {name: value for name, value in text.items() if value is not None} | shared
+    outer = {name: value for name, value in config.items() if "quant" in name}
+    own = standardise({**outer, **text, **shared})
+    stated = frozenset(own)
+    named = {STANDARD_NAMES.get(name, name) for name in text} | stated  # null is a statement
     family = FAMILIES.get(str(text.get("model_type")))
-    if (
-        family is not None
-        and text.keys() >= family.needs
-        and not text.get("use_sliding_window")
-        and not any(isinstance(text[name], str) for name in family.needs - {"hybrid_override_pattern"})
-    ):
-        defaults = {name: value for name, value in family.defaults.items() if name not in text}
-        return Fields(defaults | stated, True, config, cache)
+    unstated: frozenset[str] = frozenset()
+    defaults: dict[str, Any] = {}
+    if family is not None:
+        lacks, omits = (
+            {STANDARD_NAMES.get(name, name) for name in names} - named for names in (family.needs, family.states)
+        )
+        defaults = {name: value for name, value in family.defaults.items() if name not in named}
+        unstated = frozenset(lacks | omits)
+        if (
+            not defaults.keys() >= family.sizes
+        ):  # files leave out either all sizes that are their class's defaults, or none
+            unstated |= defaults.keys() & family.sizes
+        if not lacks and not any(
+            isinstance(text.get(name), str) for name in family.needs - {"hybrid_override_pattern"}
+        ):
+            return Fields(defaults | own, True, config, cache, stated, unstated)
 
     def ask_transformers() -> dict[str, Any] | None:
-        made = transformers_config(config)
+        made = None if text is config else transformers_config(text)
+        made = made or transformers_config(config)
         return None if made is None else _class_values(made)
 
-    bare = Fields(stated, False, config, cache)
-    values = bare.ask("values", ask_transformers)
-    return bare if values is None else Fields(values | stated, True, config, cache)
+    bare = Fields(own, False, config, cache, stated)
+    if (values := bare.ask("values", ask_transformers)) is None:
+        return bare
+    filled = standardise(values) | defaults
+    if "head_dim" not in named and filled.get("head_dim") == _quotient(filled):
+        filled.pop("head_dim", None)  # geometry.py divides too, and judges the result
+    if family is not None and "layer_types" not in named | family.needs:
+        filled.pop("layer_types", None)  # geometry.py derives them from what the file states
+    return Fields(filled | own, True, config, cache, stated, unstated | filled.keys() - named - defaults.keys())
+
+
+def _quotient(values: Mapping[str, Any]) -> int | None:
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
 
 @contextmanager

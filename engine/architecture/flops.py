@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from llmsched.engine.architecture.fields import ConfigCache, Fields, read_fields, size_errors
 from llmsched.engine.architecture.geometry import LayerGroup, LayerReader
+from llmsched.engine.architecture.parameters import add_up
 from llmsched.engine.architecture.quantization import Arithmetic, Quantization, quantization_of
 from llmsched.engine.architecture.shape import inner_size
-from llmsched.engine.architecture.weights import parameters_of
+from llmsched.engine.architecture.weights import modules_of, stored_bytes
 from llmsched.engine.errors import ModelError
 
 #: Norms, residuals, rotary embeddings and activation functions read and write this many vectors per token and layer:
@@ -78,7 +79,8 @@ def model_flops(
     """
     with size_errors():
         fields = read_fields(config, cache)
-        parameters, _ = parameters_of(fields)
+        modules, _ = modules_of(fields)
+        parameters = add_up(modules.values())
         hidden, vocab = fields.hidden_size, fields.vocab_size
         if not parameters.total or not hidden or not vocab:
             named = fields.model_type or "a model without model_type"
@@ -91,12 +93,11 @@ def model_flops(
         if parameters.experts and (chosen is None or not 1 <= int(chosen) <= int(count)):
             raise ModelError(f"config sends a token to {chosen} of {int(count)} experts; it must be 1 to {int(count)}")
         form = quantization_of(fields) or Quantization("none")
-        linear, expert = (dtype_bytes if bits is None else bits / 8 for bits in (form.linear_bits, form.expert_bits))
-        dense_bytes = parameters.linear * linear + parameters.other * dtype_bytes  # routers, norms and biases included
+        sizes = stored_bytes(modules, form, dtype_bytes)
         return ModelFlops(
             layers=layers,
-            dense=Matrices(parameters.linear, dense_bytes, form.arithmetic),
-            experts=Matrices(parameters.experts, parameters.experts * expert, form.arithmetic),
+            dense=Matrices(parameters.linear, sizes.linear + sizes.other, form.arithmetic),
+            experts=Matrices(parameters.experts, sizes.experts, form.arithmetic),
             num_experts=int(count),
             experts_per_token=int(chosen),
             head=Matrices(hidden * vocab, hidden * vocab * dtype_bytes, "bf16"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmsched.engine.architecture.fields import Fields, read_fields
+from llmsched.engine.architecture.quantization import quantization_of
 from llmsched.engine.architecture.recurrent import state_bytes
 from llmsched.engine.errors import ModelError
 
@@ -24,6 +25,7 @@ Confidence = Literal["exact", "estimate"]
 _KINDS: Mapping[str, tuple[LayerKind, ...]] = {
     "full_attention": ("full",),
     "attention": ("full",),
+    "indexed_attention": ("full",),
     "sliding_attention": ("window",),
     "window_attention": ("window",),
     "hybrid_sliding": ("window", "state"),
@@ -36,15 +38,32 @@ _KINDS: Mapping[str, tuple[LayerKind, ...]] = {
     "hybrid": ("full", "state"),
     "moe": (),
     "mlp": (),
+    "no_op": (),
+    "linear_map": (),
 }
 _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 
 #: Families in which `sliding_window` applies to every layer if the config has no layer_types.
 _WINDOW_EVERYWHERE = frozenset({"mistral", "mixtral", "phi3", "starcoder2", "ministral"})
 
-#: Settings that change what layers cache, but that this module does not understand.
-_NOT_UNDERSTOOD = re.compile(
-    r"^(swa_|cla_|use_cla|kda_|index_(topk|head|n_)|indexer|cross_attention_layers|block_configs|rwkv|lightning)"
+#: Families whose configs state head_dim if it is not hidden_size / heads, which is then mostly no power of two.
+_MAY_STATE_HEAD_DIM = frozenset({"llama", "mistral", "mixtral", "granite"})
+
+#: Names of settings that may change what layers cache.
+_CACHES = re.compile(
+    r"head|kv|layer|cach|state|window|att|latent|lora|index|recur|mamba|ssm|conv|rwkv|lru|swa|block|chunk|spars|"
+    r"compress|memor|interval|pattern|period|lightning|share|cla_|pool|quant"
+)
+#: Names of settings that change only weights.
+_NOT_CACHED = re.compile(
+    r"^quantization_config$|expert|moe|mlp|ffn|vocab|sparse_step|first_k|q_lora_rank|bidirectional|^num_attention_heads$|_bias$|expand|gate|"
+    r"^share_input|mamba_(proj|hidden|act)|time_step|dense_layers|^hidden_(size|act)"
+)
+#: Settings that change nothing if layers cache latent vectors (MLA), or if the config lists its layers.
+_NOT_IN_MLA = frozenset({"num_key_value_heads", "head_dim", "qk_head_dim", "index_n_heads", "index_topk"})
+_LISTED = frozenset(
+    {"full_attention_interval", "sliding_window", "sliding_window_pattern", "max_window_layers", "use_sliding_window"}
+    | {"attn_layer_period", "attn_layer_offset", "block_types", "num_hidden_layers"}
 )
 
 
@@ -69,6 +88,7 @@ class LayerGroup:
     window: int | None = None
     state_bytes: int = 0
     expanded: int = 0
+    index_dim: int = 0
 
     @property
     def kv_widths(self) -> tuple[int, int]:
@@ -79,7 +99,8 @@ class LayerGroup:
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes that one token needs in all layers of the group; 0 for recurrent state."""
-        return self.layers * self.kv_heads * (self.head_dim_k + self.head_dim_v) * dtype_bytes
+        numbers = self.kv_heads * (self.head_dim_k + self.head_dim_v) + self.index_dim
+        return self.layers * numbers * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes that this engine caches per token in all layers, which differ only for MLA."""
@@ -132,7 +153,7 @@ def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_byt
     Raises ModelError for an encoder-decoder, and if layers or heads are missing or inconsistent.
     """
     fields = config if isinstance(config, Fields) else read_fields(config)
-    return LayerReader(fields, dtype_bytes).geometry()
+    return LayerReader(fields.reread(), dtype_bytes).geometry()
 
 
 class LayerReader:
@@ -158,9 +179,14 @@ class LayerReader:
             self.facts.append(f"the last {sharing} of {len(kinds)} layers use the KV of earlier ones")
         for layer, cached in enumerate(kinds[: len(kinds) - sharing]):
             counted.update(self._one_layer(kind, layer) for kind in cached)
-        unread = [name for name in self.fields.values if _NOT_UNDERSTOOD.match(name) and self.fields.values[name]]
-        if unread:
-            self.assumed.append(f"settings that are ignored: {', '.join(sorted(unread))}")
+        form = quantization_of(self.fields.reread())
+        self.assumed += self.fields.assumed()
+        irrelevant = {name for name in self.fields.stated if _NOT_CACHED.search(name)}
+        irrelevant |= _NOT_IN_MLA if self.fields.get("kv_lora_rank") else set()
+        irrelevant |= {"num_key_value_heads"} if self.fields.get("multi_query") else set()
+        irrelevant |= _LISTED if self.fields.get("layer_types", "hybrid_override_pattern") else set()
+        self.assumed += self.fields.unread(_CACHES, irrelevant)
+        self.assumed += form.kv_doubts if form is not None else ()
         groups = tuple(replace(group, layers=count) for group, count in counted.items())
         notes = tuple(dict.fromkeys(self.assumed + self.facts))
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)
@@ -168,15 +194,14 @@ class LayerReader:
     def layer_names(self) -> list[str]:
         """Return the type of every layer, in order, by its name in config.json ("full_attention", "mamba")."""
         fields = self.fields
-        if pattern := fields.get("hybrid_override_pattern"):
-            return [_PATTERN.get(letter, letter) for letter in pattern]
-        layers = fields.get("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-        if listed := fields.get("layer_types", "layers_block_type"):
+        layers, pattern = fields.get("num_hidden_layers"), fields.get("hybrid_override_pattern")
+        if listed := [_PATTERN.get(letter, letter) for letter in pattern] if pattern else fields.get("layer_types"):
             if isinstance(layers, int) and layers != len(listed):
-                contradiction = f"num_hidden_layers is {layers}, but layer_types lists {len(listed)}"
+                name = "hybrid_override_pattern" if pattern else "layer_types"
+                contradiction = f"num_hidden_layers is {layers}, but {name} lists {len(listed)}"
                 if fields.known:
                     raise ModelError(f"config contradicts itself: {contradiction}")
-                self.assumed.append(f"{contradiction}: layer_types is used")
+                self.assumed.append(f"{contradiction}: {name} is used")
             return [str(name) for name in listed]
         if not isinstance(layers, int) or layers < 1:
             raise ModelError(
@@ -191,6 +216,8 @@ class LayerReader:
         if period := fields.get("attn_layer_period"):
             offset = fields.get("attn_layer_offset", default=0)
             return ["attention" if layer % period == offset else "mamba" for layer in range(layers)]
+        if "rwkv" in fields.model_type:
+            raise ModelError(f"{fields.model_type} is a recurrent model whose state is not known: it cannot be planned")
         if fields.model_type == "falcon_h1":
             return ["hybrid"] * layers
         return self._attention_names(layers)
@@ -198,10 +225,13 @@ class LayerReader:
     def _attention_names(self, layers: int) -> list[str]:
         """Return the layer types if the config does not list them: all full, all with a window, or every n-th full."""
         fields = self.fields
-        window = fields.get("sliding_window", "attention_window_size")
-        if not window or fields.get("use_sliding_window") is False:
+        window = fields.get("attention_window_size", "sliding_window")
+        used, first = fields.get("use_sliding_window"), fields.get("max_window_layers")
+        if not window or used is False:
             return ["full_attention"] * layers
-        if pattern := fields.get("sliding_window_pattern", "_sliding_window_pattern"):
+        if used and isinstance(first, int):
+            return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+        if pattern := fields.get("sliding_window_pattern"):
             if not isinstance(pattern, int):
                 raise ModelError(f"config has sliding_window_pattern {pattern!r}; it must be a number of layers")
             return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
@@ -230,23 +260,27 @@ class LayerReader:
             if (rope := get("qk_rope_head_dim")) is None:
                 raise ModelError("config has kv_lora_rank (MLA) but no qk_rope_head_dim")
             key = get("qk_nope_head_dim", default=0) + rope
-            value = get("v_head_dim", default=key)
-            return LayerGroup("mla", 1, 1, latent + rope, 0, expanded=self.heads() * (key + value))
+            value, index = get("v_head_dim", default=key), get("index_head_dim", default=0)
+            return LayerGroup("mla", 1, 1, latent + rope, expanded=self.heads() * (key + value), index_dim=index)
         kv_heads, head_dim = self.kv_heads(kind, layer), self.head_dim(kind, layer)
-        head_dim_v = get("v_head_dim", default=head_dim)
+        head_dim_v = self._own("v_head_dim", kind, layer) or head_dim
         if min(kv_heads, head_dim, head_dim_v) < 1:
             raise ModelError(
                 f"config has layers of {kv_heads} KV heads with keys of {head_dim} and values of {head_dim_v} numbers; "
                 "each must be 1 or more"
             )
-        window = get("sliding_window", "attention_window_size", "attention_chunk_size") if kind == "window" else None
+        names = ("attention_window_size", "sliding_window", "attention_chunk_size", "sliding_window_size")
+        window = next((size for name in names if (size := self._own(name, kind, layer))), None)
+        window = window if kind == "window" else None
         if kind == "window" and not isinstance(window, int):
             raise ModelError(f"config has layers with a window, but sliding_window is {window!r}")
         return LayerGroup(kind, 1, kv_heads, head_dim, head_dim_v, window)
 
-    def heads(self) -> int:
-        """Return the number of query heads."""
-        heads = self.fields.get("num_attention_heads", "n_head", "n_heads", "num_heads")
+    def heads(self, kind: LayerKind = "full", layer: int | None = None) -> int:
+        """Return the number of query heads of one layer; by default, of the layer with the most."""
+        heads = self._own("num_attention_heads", kind, layer or 0)
+        if layer is None and isinstance(listed := self.fields.get("num_attention_heads"), list):
+            heads = max(listed)
         if not isinstance(heads, int) or heads < 1:
             raise ModelError(f"config has no attention heads (num_attention_heads is {heads!r})")
         return heads
@@ -254,45 +288,46 @@ class LayerReader:
     def kv_heads(self, kind: LayerKind, layer: int) -> int:
         """Return the number of KV heads in the layer with the index `layer`."""
         fields = self.fields
-        if (own := self._override("num_key_value_heads", layer)) is not None:
-            return int(own)
         if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
             return 1
         if fields.model_type == "falcon" and not fields.get("new_decoder_architecture"):
             return self.heads()
         if kind == "full" and fields.get("attention_k_eq_v") and fields.get("num_global_key_value_heads"):
             return int(fields.get("num_global_key_value_heads"))
-        nested = fields.get("attn_config", default={})
-        given = fields.get("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
-        given = given if given is not None else nested.get("kv_n_heads")
-        if isinstance(given, list):
-            given = given[layer]
+        given = self._own("num_key_value_heads", kind, layer)
+        given = given if given is not None else fields.get("attn_config", default={}).get("kv_n_heads")
         if given is None:
             if not fields.known:
                 self.assumed.append("num_key_value_heads is not given: one KV head per attention head is assumed")
-            return self.heads()
+            return self.heads(kind, layer)
         return int(given)
 
     def head_dim(self, kind: LayerKind, layer: int) -> int:
         """Return the width of one query or key head in the layer with the index `layer`."""
         fields = self.fields
-        if (own := self._override("head_dim", layer)) is not None:
-            return int(own)
         if kind == "full" and fields.get("global_head_dim"):
             return int(fields.get("global_head_dim"))
-        if given := fields.get("head_dim", "attention_head_dim", "kv_channels"):
+        if given := self._own("head_dim", kind, layer):
             return int(given)
-        hidden, heads = fields.hidden_size, self.heads()
+        hidden, heads = fields.hidden_size, self.heads(kind, layer)
         if not isinstance(hidden, int):
             raise ModelError("config has neither head_dim nor hidden_size")
         if hidden % heads:
             raise ModelError(f"config has no head_dim, and hidden_size {hidden} does not divide into {heads} heads")
-        return hidden // heads
+        width = hidden // heads
+        if fields.model_type in _MAY_STATE_HEAD_DIM and width & (width - 1):
+            self.assumed.append(f"the config does not state head_dim; {hidden} / {heads} = {width} is assumed")
+        return width
 
-    def _override(self, name: str, layer: int) -> Any:
-        """Return the value that per_layer_config sets for `name` in the layer with the index `layer`, or None."""
+    def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
+        """Return a layer's value of a setting: set for this layer alone, for layers with a window, or for all."""
+        value = self.fields.get(f"swa_{name}") if kind == "window" else None
+        value = self.fields.get(name) if value is None else value
         overrides = self.fields.get("per_layer_config")
-        if not isinstance(overrides, Mapping):
-            return None
-        own = {int(key): value for key, value in overrides.items()}.get(layer, {})
-        return own.get(name)
+        if isinstance(overrides, Mapping):
+            value = {int(key): own for key, own in overrides.items()}.get(layer, {}).get(name, value)
+        if not isinstance(value, list):
+            return value
+        if len(value) != (layers := len(self.layer_names())):
+            raise ModelError(f"config has {len(value)} values of {name} for {layers} layers")
+        return value[layer]

@@ -35,15 +35,21 @@ def add_up(parts: Iterable[Parameters]) -> Parameters:
     return Parameters(*map(sum, zip(*parts, strict=True)))
 
 
-def count_parameters(config: Fields) -> Parameters | None:
-    """Count the language model's parameters; None for a family or variant that families.py does not describe.
+def count_parameters(config: Fields) -> dict[str, Parameters] | None:
+    """Count the parameters in each module of the language model, by its name in checkpoints ("model.layers.0.mlp").
+
+    Returns None for a family or variant that families.py does not describe. Matrices of all routed experts of a layer
+    count under the name of its first one.
 
     Raises ModelError if the config does not describe all layers.
     """
     family = FAMILIES.get(config.model_type)
     if family is None or not config.hidden_size or not config.vocab_size or _is_variant(config):
         return None
-    return add_up(_Counter(config, family.parts).count())
+    counted: dict[str, Parameters] = {}
+    for name, parts in _Counter(config, family.parts).count():
+        counted[name] = add_up((counted[name], parts)) if name in counted else parts
+    return counted
 
 
 def _is_variant(config: Fields) -> bool:
@@ -57,8 +63,13 @@ def _is_variant(config: Fields) -> bool:
         "falcon": ("new_decoder_architecture",),
     }.get(config.model_type, ())
     unusual += ("hidden_size_per_layer_input", "num_kv_shared_layers", "moe_latent_size", "qk_layernorm")
+    unusual += ("use_double_wide_mlp", "block_configs.ffn_replace_with_linear")
     projected = config.get("word_embed_proj_dim", default=config.hidden_size)
     return projected != config.hidden_size or any(config.get(name) for name in unusual)
+
+
+#: Name of a module and its parameters.
+_Module = tuple[str, Parameters]
 
 
 class _Counter:
@@ -70,85 +81,121 @@ class _Counter:
         self.hidden: int = config.hidden_size
         self.reader = LayerReader(config)
 
-    def count(self) -> Iterator[Parameters]:
-        """Yield the counts of the embeddings, of the parts of every layer, and of the last norm."""
+    def count(self) -> Iterator[_Module]:
+        """Yield the modules of the embeddings, of every layer, and the last norm."""
         copies = 1 if self.config.get("tie_word_embeddings", default=False) else 2
-        yield Parameters(embeddings=copies * self.config.vocab_size * self.hidden)
+        embeddings, other = copies * self.config.vocab_size * self.hidden, 0
         if self.parts.head_bias:
-            yield Parameters(other=self.config.vocab_size)
+            other += self.config.vocab_size
         if self.parts.positions:
             reserved = 2 if self.config.model_type == "opt" else 0
-            yield Parameters(embeddings=(self.config.get(self.parts.positions) + reserved) * self.hidden)
+            embeddings += (self.config.get("max_position_embeddings") + reserved) * self.hidden
+        yield "model", Parameters(embeddings=embeddings, other=other)
         for layer, name in enumerate(self.reader.layer_names()):
-            yield self._norms(self.parts.norms)
-            if name in ("linear_attention", "mamba"):
-                yield self._mamba2() if self.config.get("mamba_num_heads") else self._delta_net()
-            elif name not in ("moe", "mlp"):
-                yield self._mla() if self.config.get("kv_lora_rank") else self._attention(layer, name)
-            if self.config.model_type != "nemotron_h" or name in ("moe", "mlp"):
-                yield from self._mlps(layer, name)  # a layer of nemotron_h is a mixer or an MLP, never both
-        yield self._norms(1)
+            yield from self._layer(layer, name)
+        yield "model", self._norms(1)
+
+    def _layer(self, layer: int, name: str) -> Iterator[_Module]:
+        module, alone = f"model.layers.{layer}", self.config.model_type == "nemotron_h"
+        missing = (name == "no_op") + (self._mlp_size(layer) == 0)
+        yield module, self._norms(self.parts.norms - missing)
+        if name in ("linear_attention", "mamba"):
+            mixer = f"{module}.{'mixer' if alone else 'linear_attn'}"
+            yield from self._mamba2(mixer) if self.config.get("mamba_num_heads") else self._delta_net(mixer)
+        elif name == "linear_map":
+            yield from _matrices(f"{module}.self_attn", linear_attn=self.hidden**2)
+        elif name not in ("moe", "mlp", "no_op"):
+            attention = f"{module}.{'mixer' if alone else 'self_attn'}"
+            yield from (
+                self._mla(attention) if self.config.get("kv_lora_rank") else self._attention(attention, layer, name)
+            )
+        if not alone or name in ("moe", "mlp"):  # a layer of nemotron_h is a mixer or an MLP, never both
+            yield from self._mlps(f"{module}.{'mixer' if alone else 'mlp'}", layer, name)
 
     def _norms(self, count: int) -> Parameters:
         return Parameters(other=count * self.parts.norm_vectors * self.hidden)
 
-    def _attention(self, layer: int, name: str) -> Parameters:
+    def _attention(self, module: str, layer: int, name: str) -> Iterator[_Module]:
         """Count the projections of queries, keys, values and output, with the family's biases, norms and sinks."""
         [kind] = self.reader.kinds(name)
-        heads, head_dim = self.reader.heads(), self.reader.head_dim(kind, layer)
+        heads, head_dim = self.reader.heads(kind, layer), self.reader.head_dim(kind, layer)
         query, key = heads * head_dim, self.reader.kv_heads(kind, layer) * head_dim
         value = 0 if kind == "full" and self.config.get("attention_k_eq_v") else key
-        rows = query * (2 if self.parts.gated_query else 1) + key + value
-        other = (rows if self._on(self.parts.qkv_bias) else 0) + (self.hidden if self._on(self.parts.out_bias) else 0)
-        if self.parts.qk_norm and self.config.get("use_qk_norm", default=True):
+        gated = self.parts.gated_query and self.config.get("attn_output_gate", default=True)
+        rows = query * (2 if gated else 1)
+        other = (rows + key + value if self._on(self.parts.qkv_bias) else 0) + (heads if self.parts.sinks else 0)
+        other += self.hidden if self._on(self.parts.out_bias) else 0
+        if self.parts.qk_norm and self.config.get("use_qk_norm", "normalize_qk_projections", default=True):
             other += 2 * head_dim if self.parts.qk_norm == "head" else query + key
-        return Parameters(linear=self.hidden * (rows + query), other=other + (heads if self.parts.sinks else 0))
+        sizes = {"q_proj": rows, "k_proj": key, "v_proj": value, "o_proj": query}
+        yield from _matrices(module, **{name: self.hidden * size for name, size in sizes.items()})
+        yield module, Parameters(other=other)
 
-    def _mla(self) -> Parameters:
-        """Count multi-head latent attention (DeepSeek-V2): low-rank projections of KV and, if configured, queries."""
+    def _mla(self, module: str) -> Iterator[_Module]:
+        """Count multi-head latent attention (DeepSeek-V2): low-rank projections of KV and, if configured, queries.
+
+        The indexer of sparse attention (DeepSeek-V3.2) has projections of queries, one key and a weight per head.
+        """
         get, heads = self.config.get, self.reader.heads()
         latent, rope, plain = get("kv_lora_rank"), get("qk_rope_head_dim"), get("qk_nope_head_dim")
         value, narrow = get("v_head_dim"), get("q_lora_rank")
         query = heads * (plain + rope)
-        linear = self.hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * self.hidden
-        linear += narrow * (self.hidden + query) if narrow else self.hidden * query
+        yield from _matrices(
+            module,
+            kv_a_proj_with_mqa=self.hidden * (latent + rope),
+            kv_b_proj=latent * heads * (plain + value),
+            o_proj=heads * value * self.hidden,
+            q_a_proj=self.hidden * (narrow or query),
+            q_b_proj=(narrow or 0) * query,
+        )
+        if index := get("index_head_dim"):
+            index_heads = get("index_n_heads")
+            keys, weights = self.hidden * index, self.hidden * index_heads
+            yield from _matrices(f"{module}.indexer", wq_b=(narrow or self.hidden) * index_heads * index, wk=keys)
+            yield module, Parameters(other=weights + 2 * index)
         biases = (narrow or 0) + latent + rope + self.hidden if get("attention_bias") else 0
-        return Parameters(linear=linear, other=latent + (narrow or 0) + biases)
+        yield module, Parameters(other=latent + (narrow or 0) + biases)
 
-    def _delta_net(self) -> Parameters:
+    def _delta_net(self, module: str) -> Iterator[_Module]:
         """Count a gated delta net: projections, two numbers per value head, a short convolution and a norm."""
         sizes = DeltaNetSizes.of(self.config)
         heads, value = sizes.value_heads, sizes.value_width
-        linear = self.hidden * (sizes.channels + value + 2 * heads) + value * self.hidden
-        return Parameters(linear=linear, other=sizes.channels * sizes.kernel + 2 * heads + value // heads)
+        inputs = self.hidden * (sizes.channels + value + 2 * heads)
+        yield from _matrices(module, in_proj=inputs, out_proj=value * self.hidden)
+        yield module, Parameters(other=sizes.channels * sizes.kernel + 2 * heads + value // heads)
 
-    def _mamba2(self) -> Parameters:
+    def _mamba2(self, module: str) -> Iterator[_Module]:
         """Count a Mamba-2 mixer: two projections, a convolution over x, B and C, three numbers per head and a norm."""
         sizes = Mamba2Sizes.of(self.config)
-        linear = self.hidden * (2 * sizes.width + sizes.channels + sizes.heads)
+        inputs = self.hidden * (sizes.width + sizes.channels + sizes.heads)
+        yield from _matrices(module, in_proj=inputs, out_proj=self.hidden * sizes.width)
         taps = sizes.kernel + (1 if self.config.get("use_conv_bias") else 0)
-        return Parameters(linear=linear, other=sizes.channels * taps + 3 * sizes.heads + sizes.width)
+        yield module, Parameters(other=sizes.channels * taps + 3 * sizes.heads + sizes.width)
 
-    def _mlps(self, layer: int, name: str) -> Iterator[Parameters]:
-        """Yield the counts of a layer's dense MLP, or of its experts and their router."""
+    def _mlps(self, module: str, layer: int, name: str) -> Iterator[_Module]:
+        """Count the dense MLP, or the experts with their router."""
         get = self.config.get
         if self.config.model_type == "gemma4_text":  # a dense MLP and experts, which have separate norms and scales
-            yield self._mlp(get("intermediate_size"))
+            yield from self._mlp(module, get("intermediate_size"))
             if get("enable_moe_block"):
-                yield self._experts(get("num_experts"), get("moe_intermediate_size"))
-                yield Parameters(other=self.hidden + get("num_experts"))
-                yield self._norms(3)
+                yield from self._experts(module, get("num_experts"), get("moe_intermediate_size"))
+                yield module, Parameters(other=self.hidden + get("num_experts"))
+                yield module, self._norms(3)
         elif self._is_sparse(layer, name):
-            yield self._experts(self.config.num_experts, get(self.parts.experts))
-            shared = self.config.shared_expert_size  # width of the experts that process every token
-            if shared is None:
-                shared = get("n_shared_experts", default=0) * get("moe_intermediate_size", default=0)
+            yield from self._experts(module, self.config.num_experts, get(self.parts.experts))
+            shared, count = self.config.shared_expert_size, get("n_shared_experts", default=0)
+            if shared is None:  # the width of all experts together that every token is sent to
+                shared = count * get("moe_intermediate_size", default=0)
             if shared:
-                yield self._mlp(shared)
+                yield from self._mlp(f"{module}.shared_expert{'' if self.parts.shared_gate else 's'}", shared)
             if self.parts.shared_gate:
-                yield Parameters(other=self.hidden)
-        else:
-            yield self._mlp(self.config.mlp_size)
+                yield module, Parameters(other=self.hidden)
+        elif width := self._mlp_size(layer):
+            yield from self._mlp(module, width)
+
+    def _mlp_size(self, layer: int) -> int:
+        size = self.config.mlp_size
+        return int(size[layer] if isinstance(size, list) else size)
 
     def _is_sparse(self, layer: int, name: str) -> bool:
         get = self.config.get
@@ -156,18 +203,32 @@ class _Counter:
             return name == "moe"
         if not self.parts.experts:
             return False
+        if listed := get("mlp_layer_types"):
+            return str(listed[layer]) == "sparse"
         first, step = get("first_k_dense_replace", default=0), get("decoder_sparse_step", default=1)
-        return layer >= first and layer not in get("mlp_only_layers", default=()) and (layer + 1) % step == 0
+        every = get("moe_layer_freq", default=1)
+        chosen = every[layer] if isinstance(every, list) else layer % every == 0
+        return layer >= first and chosen and layer not in get("mlp_only_layers", default=()) and (layer + 1) % step == 0
 
-    def _mlp(self, inner: int) -> Parameters:
-        matrices = 3 if self.parts.gated_mlp else 2
-        bias = (matrices - 1) * inner + self.hidden if self._on(self.parts.mlp_bias) else 0
-        return Parameters(linear=matrices * self.hidden * inner, other=bias)
+    def _mlp(self, module: str, inner: int) -> Iterator[_Module]:
+        yield from _matrices(module, **dict.fromkeys(self._mlp_names, self.hidden * inner))
+        if self._on(self.parts.mlp_bias):
+            yield module, Parameters(other=(len(self._mlp_names) - 1) * inner + self.hidden)
 
-    def _experts(self, count: int, inner: int) -> Parameters:
-        matrices = 3 if self.parts.gated_mlp else 2
-        biases = count * ((matrices - 1) * inner + self.hidden + 1) if self.parts.expert_bias else 0
-        return Parameters(experts=count * matrices * self.hidden * inner, other=count * self.hidden + biases)
+    def _experts(self, module: str, count: int, inner: int) -> Iterator[_Module]:
+        for name in self._mlp_names:
+            yield f"{module}.experts.0.{name}", Parameters(experts=count * self.hidden * inner)
+        biases = count * ((len(self._mlp_names) - 1) * inner + self.hidden + 1) if self.parts.expert_bias else 0
+        yield f"{module}.gate", Parameters(other=count * self.hidden + biases)
+
+    @property
+    def _mlp_names(self) -> tuple[str, ...]:
+        return ("gate_proj", "up_proj", "down_proj") if self.parts.gated_mlp else ("up_proj", "down_proj")
 
     def _on(self, switch: Switch) -> bool:
         return bool(self.config.get(switch)) if isinstance(switch, str) else switch
+
+
+def _matrices(module: str, **sizes: int) -> Iterator[_Module]:
+    for name, size in sizes.items():
+        yield f"{module}.{name}", Parameters(linear=size)

@@ -1,13 +1,21 @@
-"""Reader of a config's quantization_config: bits per weight, the type of matrix products, the type of KV."""
+"""Reader of a checkpoint's quantisation: bits per weight of each matrix, the type of matrix products, the type of KV.
+
+A checkpoint describes it in config.json (quantization_config) or beside it in hf_quant_config.json (NVIDIA ModelOpt).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from llmsched.engine.architecture.fields import Fields
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.architecture.fields import Fields, nested_text, read_json_object
+from llmsched.engine.errors import ConfigError, ModelError
+
+#: Name of the file in which ModelOpt describes the quantisation of the checkpoint beside it.
+QUANTIZATION_FILE = "hf_quant_config.json"
 
 #: Typical quantization_config for each name that `--quantization` takes.
 QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
@@ -15,7 +23,7 @@ QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
     "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": None},
 }
 
 #: Type in which matrices are multiplied: 16 bits (float32 if activations are float32), fp8 with one scale for each
@@ -23,24 +31,69 @@ QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
 Arithmetic = Literal["bf16", "fp8", "fp8_block"]
 
 
+#: Names of quantization_config in config.json.
+_SETTINGS = ("quantization_config", "compression_config")
+
+_FORMAT_IN_NAME = re.compile(
+    r"(?<![a-z0-9])((?:nv|mx)?fp[48]|awq|gptq|int[48]|w[48]a(?:8|16)|[48]bit|bnb)(?![a-z0-9])", re.IGNORECASE
+)
+
+#: Bits per weight of a matrix, scales included; None if it is not quantised.
+Bits = float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Format of a quantised checkpoint.
 
     `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, with scales and
-    zero points (None: not quantised, or an unknown format). `fp8_kv` is True if the checkpoint has scales for an fp8 KV
-    cache; fp8 weights alone do not imply such scales.
+    zero points (None: not quantised). `overrides` are patterns of module names and the bits of these modules; the first
+    match counts. `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has scales for an fp8 KV
+    cache; fp8 weights alone do not imply such scales. `kv_doubts` says what is not understood of its KV cache.
     """
 
     method: str
-    linear_bits: float | None = None
-    expert_bits: float | None = None
+    linear_bits: Bits = None
+    expert_bits: Bits = None
     arithmetic: Arithmetic = "bf16"
     fp8_kv: bool = False
+    overrides: tuple[tuple[re.Pattern[str], Bits], ...] = ()
+    known: bool = False
+    kv_doubts: tuple[str, ...] = ()
 
-    @property
-    def known(self) -> bool:
-        return self.linear_bits is not None or self.expert_bits is not None
+    def bits(self, module: str, *, expert: bool = False) -> Bits:
+        """Return the bits per weight in the matrix of this module, such as "model.layers.0.mlp.up_proj"."""
+        for pattern, bits in self.overrides:
+            if pattern.search(module):
+                return bits
+        return self.expert_bits if expert else self.linear_bits
+
+
+def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """Return the content of config.json, with the settings of the hf_quant_config.json beside it, if there is one.
+
+    Settings in config.json win. Raises ModelError if the file cannot be read.
+    """
+    if not (directory / QUANTIZATION_FILE).is_file():
+        return content
+    found = read_json_object(directory / QUANTIZATION_FILE)
+    settings = found.get("quantization", found)
+    if not isinstance(settings, Mapping):
+        return {**content, "quantization_config": {"quant_method": QUANTIZATION_FILE}}
+    return {**content, "quantization_config": {"quant_method": "modelopt", **settings, **settings_of(content)}}
+
+
+def settings_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the quantization_config in the content of a config.json; empty if the weights are not quantised."""
+    places = (content, nested_text(content) or {})
+    found: Any = next((place[name] for place in places for name in _SETTINGS if place.get(name)), {})
+    return found if isinstance(found, Mapping) else {"quant_method": str(found)}
+
+
+def named_format(name: str) -> str | None:
+    """Return the format of weights that the name of a model contains, such as FP8 or AWQ; None if it contains none."""
+    found = _FORMAT_IN_NAME.search(name)
+    return None if found is None else found[1]
 
 
 def quantization_of(fields: Fields) -> Quantization | None:
@@ -48,82 +101,228 @@ def quantization_of(fields: Fields) -> Quantization | None:
     settings = fields.get("quantization_config")
     if not settings:
         return None
-    if not isinstance(settings, Mapping):
-        return Quantization(method=str(settings))
-    linear, expert, fp8 = _format_of(settings)
-    if (scheme := settings.get("kv_cache_scheme")) is not None:
-        fp8_kv = isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type", "float") == "float"
-    else:
-        fp8_kv = str(settings.get("kv_cache_quant_algo", "")).upper() == "FP8"
+    settings = settings if isinstance(settings, Mapping) else {"quant_method": str(settings)}
+    method = method_of(settings)
+    schemes = [*_FORMATS[method](settings)] if method in _FORMATS else []
+    first = next((scheme for scheme in schemes if scheme.pattern is None), None)
+    linear = expert = None if first is None else first.bits
+    if method == "mxfp4":
+        linear = None
+    if (dtype := fields.get("expert_dtype") or settings.get("expert_dtype")) is not None:
+        expert = _DTYPE_BITS.get(str(dtype).lower(), expert)
+    overrides: list[tuple[re.Pattern[str], Bits]] = [(pattern, None) for pattern in _ignored(settings)]
+    overrides += [(scheme.pattern, scheme.bits) for scheme in schemes if scheme.pattern is not None]
+    fp8_kv, doubts = _kv(settings, method)
+    fp8 = first is not None and first.fp8
     return Quantization(
-        method=str(settings.get("quant_method", "unknown")),
+        method=scheme_of(settings),
         linear_bits=linear,
         expert_bits=expert,
         arithmetic="bf16" if not fp8 else "fp8_block" if settings.get("weight_block_size") else "fp8",
         fp8_kv=fp8_kv,
+        overrides=tuple(overrides),
+        known=any(scheme.bits for scheme in schemes),
+        kv_doubts=doubts,
     )
 
 
+def scheme_of(settings: Mapping[str, Any]) -> str:
+    """Return the name of a quantisation in words, such as "awq" or "modelopt NVFP4"."""
+    return " ".join((method_of(settings), *(str(settings[name]) for name in ("quant_algo",) if settings.get(name))))
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    """Return the name of the method that wrote a quantization_config; without quant_method, from its other settings."""
+    if method := settings.get("quant_method"):
+        name = str(method).lower().replace("_", "-")
+        return next((known for known in _FORMATS if name == known or name.startswith(f"{known}-")), name)
+    signs = {
+        "quant_algo": "modelopt",
+        "quantized_layers": "modelopt",
+        "config_groups": "compressed-tensors",
+        "weight_block_size": "fp8",
+        "activation_scheme": "fp8",
+        "load_in_4bit": "bitsandbytes",
+        "load_in_8bit": "bitsandbytes",
+        "global_quant_config": "quark",
+        "w_bit": "awq",
+        "bits": "gptq",
+    }
+    return next((method for sign, method in signs.items() if sign in settings), "unknown")
+
+
 def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `config` with a quantization_config. Raises ConfigError for an unknown name or if it has one."""
+    """Return `config` with QUANTIZATIONS[name] as its quantization_config.
+
+    Raises ConfigError for an unknown name or a checkpoint that is already quantised.
+    """
     if name not in QUANTIZATIONS:
         raise ConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "some form")
+    if settings := settings_of(config):
+        method = scheme_of(settings)
         raise ConfigError("quantization", f"{name} cannot be applied: the checkpoint is already quantised ({method})")
     return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
 
 
-def _format_of(settings: Mapping[str, Any]) -> tuple[float | None, float | None, bool]:
-    """Return (linear_bits, expert_bits, fp8). `fp8` is True if activations have 8 bits too, so products are in fp8.
+_NO_KV = "the quantisation does not say how KV is stored; it is counted in the type of the model"
+_KV_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype", "kv_cache_quant_config")
 
-    Each format stores scales in addition to the bits of its weights:
 
-    - fp8: one float32 scale per block, if the config sets weight_block_size
-    - mxfp4: an 8-bit exponent per 32 weights; only experts are quantised
-    - awq, gptq: a 16-bit scale and a zero point per group_size weights
-    - compressed-tensors: a 16-bit scale per group_size weights, and a zero point if the weights are asymmetric
-    - bitsandbytes with 4 bits: a float32 maximum per 64 weights; with double quantisation, an 8-bit maximum
-    - modelopt (NVIDIA): nvfp4 has an 8-bit scale per 16 weights, W4A16_AWQ a 16-bit scale per 128 weights
-    """
-    method = str(settings.get("quant_method", "")).lower()
-    if method == "mxfp4":
-        return None, 4.25, False
-    bits: float | None = None
-    fp8 = method in ("fp8", "fbgemm_fp8")
-    if fp8:
-        rows, columns = settings.get("weight_block_size") or (0, 0)
-        bits = 8 + (32 / (rows * columns) if rows else 0)
-    elif method in ("awq", "gptq"):
-        group = settings.get("group_size") or settings.get("q_group_size")
-        bits = _grouped_bits(settings.get("bits") or settings.get("w_bit"), group, zero_point=True)
-    elif method == "bitsandbytes" and settings.get("load_in_8bit"):
-        bits = 8
-    elif method == "bitsandbytes":
-        bits = 4 + (8 / 64 if settings.get("bnb_4bit_use_double_quant") else 32 / 64)
-    elif method == "modelopt":
-        algorithm = str(settings.get("quant_algo", "")).upper()
-        fp8 = algorithm == "FP8"
-        if fp8:
-            bits = 8
-        elif "NVFP4" in algorithm:
-            bits = 4.5
-        elif "W4A16_AWQ" in algorithm:
-            bits = _grouped_bits(4, 128, zero_point=False)
-    elif method == "compressed-tensors":
-        first: Mapping[str, Any] = next(iter((settings.get("config_groups") or {}).values()), {})
-        weights, activations = first.get("weights") or {}, first.get("input_activations") or {}
-        bits = _grouped_bits(weights.get("num_bits"), weights.get("group_size"), not weights.get("symmetric", True))
+def _kv(settings: Mapping[str, Any], method: str) -> tuple[bool, tuple[str, ...]]:
+    """Return whether KV is stored in fp8, and what is said of KV that is not understood."""
+    named = [name for name in _KV_SETTINGS if name in settings]
+    if not named and method in ("modelopt", "compressed-tensors"):
+        return False, (_NO_KV,)
+    for name in named:
+        scheme = settings[name]
+        if not scheme or str(scheme).lower() in ("none", "auto", "bf16", "bfloat16", "fp16", "float16"):
+            continue
+        if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type", "float") == "float":
+            return True, ()
+        if isinstance(scheme, str) and re.search(r"fp8|e4m3|e5m2|float8", scheme.lower()):
+            return True, ()
+        return False, (f"{name} {scheme!r} is not understood; KV is counted in the type of the model",)
+    return False, ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """Bits of the modules that match `pattern` (None: all others); `fp8` says that activations have 8 bits too."""
+
+    bits: Bits
+    fp8: bool = False
+    pattern: re.Pattern[str] | None = None
+
+
+def _mxfp4(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
+    """Experts alone have 4 bits, with one 8-bit exponent per 32 weights."""
+    yield _Scheme(4.25)
+
+
+def _fp8(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
+    """8 bits, with one float32 scale per block if there are blocks."""
+    rows, columns = settings.get("weight_block_size") or (0, 0)
+    yield _Scheme(8 + (32 / (rows * columns) if rows else 0), fp8=True)
+
+
+def _grouped(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
+    """AWQ, GPTQ, AutoRound: a scale and a zero point per group of weights; `dynamic` and `extra_config` for modules."""
+    group = settings.get("group_size") or settings.get("q_group_size")
+    bits = settings.get("bits") or settings.get("w_bit")
+    yield _Scheme(_grouped_bits(bits, group, zero_point=True))
+    for name, own in (settings.get("dynamic") or {}).items():
+        own_bits = _grouped_bits(own.get("bits", bits), own.get("group_size", group), zero_point=True)
+        yield _Scheme(None if name.startswith("-") else own_bits, pattern=_compiled(re.sub("^[-+]:", "", name)))
+    for name, own in (settings.get("extra_config") or {}).items():
+        own_bits = _grouped_bits(own.get("bits", bits), own.get("group_size", group), zero_point=True)
+        yield _Scheme(None if own.get("bits") in (16, 32) else own_bits, pattern=_module_pattern(name))
+
+
+def _bitsandbytes(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
+    """8 bits, or 4 and one float32 maximum per 64 weights, which has 8 bits with double quantisation."""
+    double = settings.get("bnb_4bit_use_double_quant")
+    yield _Scheme(8 if settings.get("load_in_8bit") else 4 + (8 / 64 if double else 32 / 64))
+
+
+def _modelopt(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
+    """NVIDIA ModelOpt: one algorithm for all matrices, or one for each of `quantized_layers`, and none for others."""
+    layers = settings.get("quantized_layers") or {}
+    for name, own in layers.items():
+        yield _algorithm(own.get("quant_algo"), own.get("group_size"), _module_pattern(name))
+    yield _algorithm(None if layers else settings.get("quant_algo"), settings.get("group_size"))
+
+
+def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) -> _Scheme:
+    algorithm = str(name).upper()
+    if "W4A16" in algorithm or "W4A8_AWQ" in algorithm or "INT4" in algorithm:
+        return _Scheme(_grouped_bits(4, group or 128, zero_point=False), pattern=pattern)
+    bits = next((bits for sign, bits in _ALGORITHM_BITS.items() if sign in algorithm), None)
+    return _Scheme(bits, fp8="FP4" not in algorithm and "FP8" in algorithm, pattern=pattern)
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
+    """llm-compressor: groups of modules, each with a scheme for weights and one for activations."""
+    for group in (settings.get("config_groups") or {}).values():
+        weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
+        number, size = weights.get("num_bits"), weights.get("group_size")
+        short = number == 4 and weights.get("type") == "float"  # 8-bit scales
+        bits = _grouped_bits(number, size, not weights.get("symmetric", True), scale_bits=8 if short else 16)
         fp8 = activations.get("num_bits") == 8
-    return bits, bits, fp8
+        for target in group.get("targets") or ["Linear"]:
+            yield _Scheme(bits, fp8, None if target == "Linear" else _module_pattern(target))
 
 
-def _grouped_bits(bits: Any, group: Any, zero_point: bool) -> float | None:
-    """Return the bits that one weight takes, with its share of the 16-bit scale (and zero point) of its group.
+def _quark(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
+    """AMD Quark: a global scheme, and schemes for patterns of modules."""
+    yield _quark_scheme(settings.get("global_quant_config") or {})
+    for name, own in (settings.get("layer_quant_config") or {}).items():
+        yield _quark_scheme(own, _module_pattern(name))
 
-    Returns None if `bits` is not a positive whole number.
+
+def _quark_scheme(settings: Mapping[str, Any], pattern: re.Pattern[str] | None = None) -> _Scheme:
+    weight, inputs = settings.get("weight") or {}, settings.get("input_tensors") or {}
+    bits = _DTYPE_BITS.get(str(weight.get("dtype")).lower())
+    return _Scheme(bits, "fp8" in str(inputs.get("dtype")).lower() and bits == 8, pattern)
+
+
+_ALGORITHM_BITS = {"NVFP4": 4.5, "MXFP4": 4.25, "MXFP8": 8.25, "FP8_PB": 8 + 32 / 128**2, "FP8": 8.0, "W8": 8.0}
+_DTYPE_BITS: Mapping[str, Bits] = {
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8", "uint8"), 8.0),
+    **dict.fromkeys(("fp4", "mxfp4"), 4.25),
+    **dict.fromkeys(("int4", "uint4"), 4.125),
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16"), None),
+    "nvfp4": 4.5,
+}
+_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[_Scheme]]] = {
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
+    "fbgemm-fp8": _fp8,
+    "awq": _grouped,
+    "gptq": _grouped,
+    "auto-round": _grouped,
+    "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed_tensors,
+    "quark": _quark,
+}
+#: Settings that list the modules that are not quantised.
+_IGNORING = (
+    "ignore",
+    "exclude_modules",
+    "modules_to_not_convert",
+    "ignored_layers",
+    "llm_int8_skip_modules",
+    "exclude",
+)
+
+
+def _ignored(settings: Mapping[str, Any]) -> Iterator[re.Pattern[str]]:
+    for setting in _IGNORING:
+        yield from map(_module_pattern, settings.get(setting) or ())
+
+
+def _module_pattern(name: str) -> re.Pattern[str]:
+    """Return the pattern of a module's name and of all within it: a regular expression after "re:", else with * and ?.
+
+    Names before the first "layers." differ between a text model and the same model as part of a multimodal one.
     """
+    if name.startswith("re:"):
+        return _compiled(re.sub(r"^\^?((language_model|model)\\?\.)*", "", name[3:]))
+    inner = re.sub(r"^.*?\b(?=layers\.)", "", name)
+    body = re.escape(inner).replace(r"\*", ".*").replace(r"\?", ".").rstrip(".")
+    return re.compile(rf"(?:^|\.){body}(?:\.|$)")
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as problem:
+        raise ModelError(f"quantization_config has an invalid pattern {pattern!r} ({problem})") from problem
+
+
+def _grouped_bits(bits: Any, group: Any, zero_point: bool, scale_bits: int = 16) -> Bits:
+    """Return the bits per weight, including its share of the group's scale and zero point; None if unknown."""
     if not isinstance(bits, int) or bits < 1:
         return None
-    shared = 16 + (bits if zero_point else 0)
+    shared = scale_bits + (bits if zero_point else 0)
     return bits + (shared / group if isinstance(group, int) and group > 0 else 0)

@@ -26,7 +26,7 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
         matrix = mamba.width * mamba.state * (named or dtype_bytes)
         return int(matrix + (mamba.kernel - 1) * mamba.channels * dtype_bytes)
     if get("mamba_d_state") and not get("n_mamba_heads"):  # Jamba's Mamba-1: state_size numbers per channel
-        width = get("mamba_expand", default=2) * get("hidden_size")
+        width = get("mamba_intermediate_size") or get("mamba_expand", default=2) * get("hidden_size")
         matrix = width * get("mamba_d_state") * (named or dtype_bytes)
         return int(matrix + (get("mamba_d_conv") - 1) * width * dtype_bytes)
     if get("conv_L_cache"):

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+#: Types of rotary embeddings, in rope_scaling or rope_parameters.
+ROPE_TYPES = frozenset(
+    {"default", "linear", "dynamic", "ntk", "yarn", "deepseek_yarn", "longrope", "su", "llama3", "mrope"}
+    | {"proportional", "xdrope"}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a model. If layers differ, a size is that of the largest layer.
@@ -24,6 +31,7 @@ class ModelShape:
     `inner_size` is the width of the MLP that one token passes through; `query_size` is the width of all query heads
     together. `whole_scores` is True if a CPU must hold all attention scores at once, because the model caps them or
     adds sinks or biases. `max_position` is the longest context in tokens, if limited. `fp8_kv`: see Quantization.
+    `exact` is True if all weights and activations are counted exactly.
     """
 
     geometry: Geometry
@@ -37,11 +45,7 @@ class ModelShape:
     query_size: int = 0
     whole_scores: bool = False
     fp8_kv: bool = False
-
-    @property
-    def exact(self) -> bool:
-        """True if all weights and activations are counted exactly."""
-        return self.weights.exact and self.vocab_size > 0 and self.hidden_size > 0
+    exact: bool = True
 
 
 def model_shape(
@@ -60,6 +64,8 @@ def model_shape(
     with size_errors():
         fields = read_fields(config, cache)
         geometry = kv_geometry(fields, dtype_bytes)
+        weights = weights or model_weights(path, fields, dtype_bytes)
+        fields = fields.reread()
         position, notes = max_position(fields)
         hidden, vocab = fields.hidden_size, fields.vocab_size
         if not hidden or not vocab:
@@ -68,19 +74,23 @@ def model_shape(
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
                 raise ModelError(f"config has {name} {size!r}; it must be a whole number, 0 or more")
         heads = LayerReader(fields).heads() if geometry.caches_kv else 0
-        quantization = quantization_of(fields)
+        quantization, inner = quantization_of(fields), inner_size(fields)
+        assumed = tuple(fields.assumed())
+        if fields.num_experts and not fields.experts_per_token:
+            assumed += ("activations are not counted in full: the config does not state num_experts_per_tok",)
         return ModelShape(
             geometry=geometry,
-            weights=weights or model_weights(path, fields, dtype_bytes),
+            weights=weights,
             vocab_size=vocab or 0,
             hidden_size=hidden or 0,
-            inner_size=inner_size(fields),
+            inner_size=inner,
             max_position=position,
-            notes=notes,
+            notes=notes + assumed,
             heads=heads,
             query_size=heads * max((group.head_dim_k for group in geometry.groups), default=0),
             whole_scores=fields.model_type in ("gpt_oss", "bloom") or bool(fields.get("attn_logit_softcapping")),
             fp8_kv=quantization is not None and quantization.fp8_kv,
+            exact=weights.exact and bool(vocab and hidden) and not assumed,
         )
 
 
@@ -93,7 +103,7 @@ def inner_size(fields: Fields) -> int:
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
     """Return the longest context, in tokens, that can be served exactly, and a note if the model's own is longer."""
-    stated = fields.get("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+    stated = fields.get("max_position_embeddings")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
     if limit == stated:
         return limit, ()
@@ -110,10 +120,11 @@ def rotary_limit(fields: Fields) -> int | None:
     per_layer_kind = [value for value in given.values() if isinstance(value, Mapping)]
     limits = []
     for rope in per_layer_kind or [given]:
-        kind = str(rope.get("rope_type", rope.get("type")))
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        if kind not in ROPE_TYPES:
+            known = ", ".join(sorted(ROPE_TYPES))
+            raise ModelError(f"config has rope_scaling of the unknown type {kind!r}; known are {known}")
         original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
         if kind == "longrope" or "dynamic" in kind:
-            limits.append(
-                original or fields.get("original_max_position_embeddings", "max_position_embeddings", "n_positions")
-            )
+            limits.append(original or fields.get("original_max_position_embeddings", "max_position_embeddings"))
     return min((limit for limit in limits if limit), default=None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmsched.engine.architecture.fields import nested_text
+
 Settings = Mapping[str, Any]
 
 
@@ -17,12 +19,18 @@ def encoder_parameters(config: Settings) -> int | None:
     if any(config.get(name) for name in ("audio_config", "speech_config")):
         return None
     if not isinstance(vision, Mapping):
-        return 0
+        return None if nested_text(config) is not None or config.get("model_type") in _ENCODERS else 0
     count = _ENCODERS.get(str(config.get("model_type")))
     try:
         return None if count is None else count(config, vision)
     except KeyError:  # a setting is missing, or adds parts that are not counted
         return None
+
+
+def can_be_built(config: Settings) -> bool:
+    """Return whether encoders whose parameters are not counted here are all described, so that they can be built."""
+    described = any(isinstance(config.get(f"{name}_config"), Mapping) for name in ("vision", "audio", "speech"))
+    return described and str(config.get("model_type")) not in _ENCODERS
 
 
 def _layer_norm(size: int) -> int:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.architecture.fields import Fields, transformers_config
+from llmsched.engine.architecture.fields import UNDERSTOOD, UNREAD, Fields, transformers_config
+from llmsched.engine.architecture.layer_lists import standardise
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantization import Quantization, quantization_of
-from llmsched.engine.architecture.vision import encoder_parameters
+from llmsched.engine.architecture.vision import can_be_built, encoder_parameters
 from llmsched.engine.errors import ModelError
 from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 from llmsched.engine.units import human_bytes
@@ -38,17 +40,32 @@ _SMALL = re.compile(r"bias|norm|router|conv|\bgate\.")
 _MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layers\.(?P<layer>\d+)\.)")
 
 
+#: Names of settings that may change the number of parameters, and those that certainly do.
+_WEIGHS = re.compile(
+    r"expert|moe|ffn|mlp|inner|proj|embed|rank|hidden|intermediate|vocab|bias|engram|adapter|lora|dim$|quant"
+)
+_SIZE = re.compile(
+    r"^(num|n)_(?!beam|return|token|label|logit|nextn)|_(size|dim|rank|layers|heads|experts|channels|width|depth)$|"
+    r"^(depth|width|expand)$|^(?!pad|bos|eos).*_bias$|^tie_"
+)
+
+
+_REMEDY = "give the size of the weights with --weights-bytes, or name a directory with the files"
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Size of a model's weights: `count` bytes in the serving type. Not `exact` means an estimate.
 
-    `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown".
+    `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown". `doubt` says why even an
+    estimate may be far from the truth.
     """
 
     count: int
     source: str
     exact: bool
     notes: tuple[str, ...] = ()
+    doubt: str | None = None
 
 
 def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:
@@ -67,19 +84,55 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
         files = numbered_shards(path) or [path / _SINGLE]
     if files and all(file.is_file() for file in files):  # without one of the shards the sum would be wrong
         return _from_headers(files, dtype_bytes, fields)
-    parameters, notes = parameters_of(fields)
-    if not parameters.total:
+    fields = fields.reread()
+    quantization = quantization_of(fields)
+    modules, notes = modules_of(fields)
+    if not modules:
         named = fields.model_type or "no model_type"
-        reason = f"weights are not counted ({named}: neither files nor a known layout); give their size with --weights"
-        return Weights(0, "unknown", exact=False, notes=(reason,))
-    if (quantization := quantization_of(fields)) is not None:
-        bits = (("matrices", quantization.linear_bits), ("experts", quantization.expert_bits))
-        counted = f"weights count as {', '.join(f'{each:.3g} bits in {name}' for name, each in bits if each)}"
+        reason = f"weights are not counted, because the layout of {named} is not known"
+        doubt = "; ".join((reason, *notes, _REMEDY))
+        return Weights(0, "unknown", exact=False, notes=(doubt,), doubt=doubt)
+    unread = next((f"{note}; {_REMEDY}" for note in notes if note.startswith(UNREAD)), None)
+    if quantization is not None:
+        sizes, total = stored_bytes(modules, quantization, dtype_bytes), add_up(modules.values())
+        bits = {
+            "matrices": 8 * sizes.linear / max(1, total.linear),
+            "experts": 8 * sizes.experts / max(1, total.experts),
+        }
+        counted = f"weights count as {', '.join(f'{each:.3g} bits in {name}' for name, each in bits.items() if each)}"
         if not quantization.known:
             counted = f"weights count {dtype_bytes} bytes each"
         note = f"the checkpoint is quantised ({quantization.method}); without its files {counted}"
-        return Weights(quantised_bytes(parameters, quantization, dtype_bytes), "config", exact=False, notes=(note,))
-    return Weights(parameters.total * dtype_bytes, "config", exact=not notes, notes=notes)
+        return Weights(sizes.total, "config", exact=False, notes=(*notes, note), doubt=unread)
+    total = add_up(modules.values())
+    return Weights(total.total * dtype_bytes, "config", exact=not notes, notes=notes, doubt=unread)
+
+
+def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
+    """Count the parameters of a model's modules from families.FAMILIES, or else from a model built on the meta device.
+
+    Returns the counts and notes that say what is not counted or is assumed. Without counts neither way works.
+    """
+    counted = count_parameters(fields)
+    encoders = encoder_parameters(fields.content)
+    if counted is not None and (encoders is not None or not can_be_built(fields.content)):
+        notes = [*fields.assumed(), *fields.unread(_WEIGHS)]
+        if encoders is None:
+            notes.append("weights of vision and audio encoders are not counted: the config does not describe them")
+        return counted | {"encoders": Parameters(encoders=encoders or 0)}, tuple(notes)
+    built = fields.ask("modules", lambda: _built_modules(fields.config))
+    if built:
+        notes = [*fields.unread(_WEIGHS, frozenset(built["understood"]))]
+        if built["assumed"]:
+            notes.append(
+                f"the config does not state {', '.join(built['assumed'])}; the defaults of its class are assumed"
+            )
+        return {name: Parameters(*each) for name, each in built["modules"].items()}, tuple(notes)
+    notes = [*fields.unread(_WEIGHS, UNDERSTOOD)]
+    if counted is not None:
+        named = fields.content.get("model_type")
+        notes.append(f"{named} cannot be built here: its vision and audio encoders are not counted in its weights")
+    return counted or {}, tuple(notes)
 
 
 def numbered_shards(directory: Path) -> list[Path]:
@@ -93,31 +146,21 @@ def numbered_shards(directory: Path) -> list[Path]:
 
 
 def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
-    """Count a model's parameters from families.FAMILIES, or else from a model built on torch's meta device.
-
-    Also returns notes on parts that are not counted. All counts are 0 if neither way works.
-    """
-    counted = count_parameters(fields)
-    if counted is not None and (encoders := encoder_parameters(fields.content)) is not None:
-        return counted._replace(encoders=encoders), ()
-    built = fields.ask("parameters", lambda: _built_parameters(fields.config))
-    if built:
-        return Parameters(**built), ()
-    if counted is None:
-        return Parameters(), ()
-    named = fields.content.get("model_type")
-    return counted, (f"{named} cannot be built here: its vision and audio encoders are not counted in its weights",)
+    """Return the sum of `modules_of` and its notes."""
+    modules, notes = modules_of(fields)
+    return add_up(modules.values()), notes
 
 
-def quantised_bytes(parameters: Parameters, quantization: Quantization, dtype_bytes: int) -> int:
-    """Return the bytes of a quantised model. Parameters that are not quantised take `dtype_bytes` bytes each."""
-    quantised = (
-        (parameters.linear, quantization.linear_bits),
-        (parameters.experts, quantization.expert_bits),
-    )
-    plain = parameters.total - sum(count for count, bits in quantised if bits is not None)
-    packed = sum(count * bits / 8 for count, bits in quantised if bits is not None)
-    return plain * dtype_bytes + round(packed)
+def stored_bytes(modules: Mapping[str, Parameters], quantization: Quantization | None, dtype_bytes: int) -> Parameters:
+    """Return the bytes of each class of parameters; what is not quantised takes `dtype_bytes` bytes per number."""
+    sizes = [0.0] * len(Parameters._fields)
+    for name, counted in modules.items():
+        for place, (each, count) in enumerate(zip(Parameters._fields, counted, strict=True)):
+            bits = None
+            if count and quantization is not None and each in ("linear", "experts"):
+                bits = quantization.bits(name, expert=each == "experts")
+            sizes[place] += count * (dtype_bytes if bits is None else bits / 8)
+    return Parameters(*map(round, sizes))
 
 
 def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weights:
@@ -157,10 +200,12 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _built_parameters(config: Any) -> dict[str, int] | None:
+def _built_modules(config: Any) -> dict[str, Any] | None:
     """Count parameters by building the model on torch's meta device, which takes seconds but no memory.
 
-    Returns None if the model cannot be built, because of a missing package or an invalid value.
+    Returns `modules` (the fields of Parameters by name), the settings that the model's class has `understood`, and
+    those that it `assumed`. Returns None if the model cannot be built, because of a missing package or an invalid
+    value.
     """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
@@ -168,6 +213,10 @@ def _built_parameters(config: Any) -> dict[str, int] | None:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    assumed = sorted(set(_unstated(made.to_dict(), config))) if isinstance(config, Mapping) else []
+    text = made.get_text_config(decoder=True)
+    known = {"model_type", *inspect.signature(type(text)).parameters, *text.attribute_map, *text.attribute_map.values()}
+    understood = [*standardise({name: value for name, value in text.to_dict().items() if name in known}), *known]
     made = copy.deepcopy(made)
     made.quantization_config = None
     autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
@@ -181,8 +230,20 @@ def _built_parameters(config: Any) -> dict[str, int] | None:
         except Exception as problem:  # model classes raise whatever their arithmetic or imports raise
             logger.info("%s cannot be built: %s", type(made).__name__, problem)
             continue
-        return add_up(_classified(name, tensor) for name, tensor in model.named_parameters())._asdict()
+        modules = {name: _classified(name, tensor) for name, tensor in model.named_parameters()}
+        return {"modules": modules, "understood": understood, "assumed": assumed}
     return None
+
+
+def _unstated(made: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings that may change the number of parameters and that only the config's class states."""
+    stated = standardise(content)
+    for name, value in standardise(made).items():
+        if isinstance(value, Mapping) and name.endswith("_config"):
+            nested = content.get(name)
+            yield from _unstated(value, nested) if isinstance(nested, Mapping) else (name,)
+        elif value and name not in stated and name not in content and _SIZE.search(name):
+            yield name
 
 
 def _classified(name: str, tensor: torch.Tensor) -> Parameters:

@@ -136,16 +136,20 @@ class MemoryPlan:
 
     def blocks_for(self, length: int) -> int:
         """Return how many blocks a sequence of `length` tokens (prompt and output) holds when it ends."""
-        return self.layout.num_blocks(max(1, length - 1))
+        return self.layout.num_blocks(max(1, length - 1)) if self.block_bytes else 0
 
     def num_seqs_at(self, length: int) -> int:
         """Return how many sequences of `length` tokens (prompt and output) have room for KV and recurrent state."""
+        if not self.block_bytes:
+            return self.max_num_seqs_limit if self.fits else 0
         fitting = self.num_blocks // self.blocks_for(length)
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
 
     def num_admitted_at(self, length: int) -> int:
         """Return how many prompts of `length` tokens are admitted at once, above the headroom unless alone."""
         fitting = self.num_seqs_at(length)
+        if not self.block_bytes:
+            return fitting
         above = (self.num_blocks - self.headroom_blocks) // self.blocks_for(length)
         return min(fitting, max(1, above), self.max_num_seqs_limit)
 

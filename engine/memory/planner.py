@@ -25,7 +25,12 @@ from typing import Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
 from llmsched.engine.architecture.fields import ConfigCache, read_config_file
-from llmsched.engine.architecture.quantization import quantised_config
+from llmsched.engine.architecture.quantization import (
+    named_format,
+    quantised_config,
+    settings_of,
+    with_quantization_file,
+)
 from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig, ResolvedConfig
@@ -49,6 +54,10 @@ CONTEXT_BYTES = 400 << 20
 DEFAULT_CPU_KV_BYTES = 4 << 30
 
 
+#: max_model_len of a model whose memory does not grow with the context and that states no limit.
+UNLIMITED_LENGTH = 1 << 20
+
+
 def token_budget(config: EngineConfig, kind: str) -> int:
     """Return max_num_batched_tokens, or its default on a device of `kind` (cuda or cpu)."""
     return config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[kind]
@@ -68,7 +77,7 @@ def plan_memory(
     that is set, or else the memory that the budget leaves. If max_model_len is not set, the plan uses the model's
     limit, or the longest sequence that fits if that is shorter.
 
-    Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model without attention.
+    Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model without any cache.
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
@@ -76,8 +85,8 @@ def plan_memory(
             "max_model_len",
             f"{config.max_model_len} is beyond the {limit} positions that the model can be served with",
         )
-    if not shape.geometry.caches_kv:
-        raise ModelError("the model has no attention layers: there is no KV to plan, and it cannot be served")
+    if not shape.geometry.caches_kv and not shape.geometry.state_bytes_per_seq:
+        raise ModelError("the model has neither attention layers nor a recurrent state that is known")
     kv_bytes = kv_dtype_bytes or dtype_bytes
     plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
     if device.kind == "cpu" and config.max_model_len is None:
@@ -145,6 +154,10 @@ def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     else:
         wanted = plan.budget_bytes - plan.fixed_bytes
     available = max(0, min(wanted, room))
+    if not plan.block_bytes:  # recurrent layers alone: no sequence needs blocks, and none is too long
+        problem = plan_errors.no_room(plan, config) if min(wanted, room) < 0 else None
+        longest = plan.max_model_len or UNLIMITED_LENGTH
+        return replace(plan, available_kv_bytes=available, max_model_len=longest, problem=problem)
     plan = replace(plan, available_kv_bytes=available, num_blocks=available // plan.block_bytes)
     if wanted > room:
         plan = replace(plan, problem=plan_errors.too_large(plan, config, wanted))
@@ -171,12 +184,14 @@ class ModelPlanner:
     """Planner of one model's memory, for any settings and devices. `content` is the model's config.json.
 
     Unless `given`, the size of the weights is read from weight files in `directory`, or else counted from the config.
+    `name` is the model's name, which may say that its weights are quantised.
     """
 
     content: Mapping[str, Any]
     directory: Path | None = None
     given: Weights | None = None
     cache: ConfigCache | None = None
+    name: str = ""
     _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -204,9 +219,15 @@ class ModelPlanner:
         """Return the model's shape in the dtype of these settings. Raises ModelError if config.json lacks a size."""
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
         if dtype_bytes not in self._shapes:
-            self._shapes[dtype_bytes] = model_shape(
+            shape = model_shape(
                 self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=self.given, cache=self.cache
             )
+            named = named_format(self.name)
+            if named is not None and shape.weights.source == "config" and not settings_of(self.content):
+                note = f"the name says {named}, but no file describes quantised weights: they count {dtype_bytes} bytes"
+                geometry = replace(shape.geometry, confidence="estimate")  # KV may be quantised as well
+                shape = replace(shape, exact=False, geometry=geometry, notes=(*shape.notes, note))
+            self._shapes[dtype_bytes] = shape
         return self._shapes[dtype_bytes]
 
     def dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
@@ -241,14 +262,18 @@ def open_planner(
     content, directory = _read_model(spec, progress)
     if quantization is not None:
         content, directory = quantised_config(content, quantization), None
-    return ModelPlanner(content, directory, weights, ConfigCache(content, cache_directory() / "configs"))
+    name = "" if spec.endswith(".gguf") else Path(spec).name
+    return ModelPlanner(content, directory, weights, ConfigCache(content, cache_directory() / "configs"), name)
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:
     """Return the content of config.json, and the directory in which weight files may be (None: no such directory)."""
     path = Path(os.path.expanduser(spec))
-    if path.suffix == ".json" or path.is_dir():
-        return read_config_file(path), path if path.is_dir() else None
+    if path.is_dir() or path.name == "config.json":
+        directory = path if path.is_dir() else path.parent
+        return with_quantization_file(read_config_file(path), directory), directory if path.is_dir() else None
+    if path.suffix == ".json":
+        return read_config_file(path), None
     if path.suffix == ".gguf":
         from llmsched.engine.model.gguf_config import gguf_settings
         from llmsched.engine.model.gguf_file import read_gguf
@@ -257,4 +282,4 @@ def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path 
     if path.exists():
         raise ModelError(f"model {spec}: is neither a directory, a config.json nor a .gguf file")
     directory = locate(spec, progress).path if spec == "demo" else fetch_config(spec, progress).parent
-    return read_config_file(directory), directory
+    return with_quantization_file(read_config_file(directory), directory), directory

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.dtypes import planned_dtype
 from llmsched.engine.architecture.fields import read_fields, read_json_object
+from llmsched.engine.architecture.quantization import settings_of, with_quantization_file
 from llmsched.engine.architecture.shape import max_position
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
@@ -69,6 +70,8 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         described = raw.get("architectures") or raw.get("model_type") or "no architecture"
         with _reading(source, f"config.json ({described})"):
             config = AutoConfig.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
+        if settings := settings_of(with_quantization_file(raw, source.path)):
+            config.quantization_config = dict(settings)
     check_supported(config, source.spec)
     return config
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from llmsched.engine.architecture.quantization import QUANTIZATION_FILE
 from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.proxies import check_proxies
@@ -69,10 +70,14 @@ def _open_directory(spec: str, path: Path) -> ModelSource:
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
     """Return a hub repository's config.json, downloaded or cached. Raises ModelError if it cannot be reached."""
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     progress(f"fetching config.json of {repo_id} from the Hugging Face hub", 0, 0)
     with _hub_failures(repo_id):
-        return Path(hf_hub_download(repo_id, "config.json"))
+        config = Path(hf_hub_download(repo_id, "config.json"))
+        with suppress(EntryNotFoundError):
+            hf_hub_download(repo_id, QUANTIZATION_FILE)
+        return config
 
 
 def _download(repo_id: str, progress: Progress) -> Path:

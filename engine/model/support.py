@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.fields import ConfigCache, nested_text, transformers_config
+from llmsched.engine.architecture.quantization import scheme_of, settings_of
 from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -96,8 +97,9 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 
 def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Check a config.json without importing transformers; return whether this is conclusive, and any refusal."""
-    read = ("architectures", "model_type", "is_encoder_decoder", "quantization_config", "layer_types")
+    read = ("architectures", "model_type", "is_encoder_decoder", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})
+    config.quantization_config = dict(settings_of(content))
     text = nested_text(content)
     config.get_text_config = lambda: config if text is None else text
     name = architecture_of(config)
@@ -133,8 +135,8 @@ def _check_quantisation(config: PretrainedConfig) -> str | None:
     if not settings:
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()
-    method = settings.get("quant_method", "an unnamed method")
-    return f"its weights are quantised ({method}); supported: float32, bfloat16 or float16 weights, and GGUF files"
+    scheme = scheme_of(settings)
+    return f"its weights are quantised ({scheme}); supported: float32, bfloat16 or float16 weights, and GGUF files"
 
 
 def _check_class(config: PretrainedConfig) -> str | None:

@@ -28,7 +28,7 @@ def test_the_second_plan_does_not_ask_transformers(tmp_path: Path, monkeypatch: 
     assert len(list((tmp_path / "deep").iterdir())) == 1
     with monkeypatch.context() as patch:
         patch.setattr("llmsched.engine.architecture.fields.transformers_config", pytest.fail)
-        patch.setattr("llmsched.engine.architecture.weights._built_parameters", pytest.fail)
+        patch.setattr("llmsched.engine.architecture.weights._built_modules", pytest.fail)
         assert plan(BLOOM, tmp_path / "deep") == first
     assert first == ModelPlanner(BLOOM).plan(EngineConfig(max_model_len=64), GPU)
 

@@ -50,7 +50,8 @@ OTHERS: dict[str, tuple[dict[str, Any], Wanted]] = {
         Wanted(23040),
     ),
     "Llama-2-7b": (
-        {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096},
+        {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+        | {"hidden_size": 4096},
         Wanted(524288),
     ),
     "falcon-7b": (
@@ -68,7 +69,8 @@ OTHERS: dict[str, tuple[dict[str, Any], Wanted]] = {
         Wanted(2 * 40 * 1 * 128 * 2),
     ),
     "phi-2": (
-        {"model_type": "phi", "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 2560},
+        {"model_type": "phi", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+        | {"hidden_size": 2560},
         Wanted(327680),
     ),
     "gemma-7b": (
@@ -101,12 +103,14 @@ OTHERS: dict[str, tuple[dict[str, Any], Wanted]] = {
     ),
     "gemma-3n, whose last layers use the KV of earlier ones": (
         {"model_type": "gemma3n_text", "num_hidden_layers": 35, "num_kv_shared_layers": 15, "sliding_window": 512}
-        | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256},
+        | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
+        | {"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7},
         Wanted(4 * 2 * 2 * 256 * 2, 16 * 2 * 2 * 256 * 2, 512),
     ),
     "RecurrentGemma, a window and two recurrences in turn": (
         {"model_type": "recurrent_gemma", "num_hidden_layers": 26, "num_attention_heads": 10, "num_key_value_heads": 1}
-        | {"hidden_size": 2560, "lru_width": 2560, "attention_window_size": 2048, "conv1d_width": 4},
+        | {"hidden_size": 2560, "lru_width": 2560, "attention_window_size": 2048, "conv1d_width": 4}
+        | {"_block_types": ["recurrent", "recurrent", "attention"]},
         Wanted(0, 8 * 2 * 256 * 2, 2048, state=18 * (2560 * 4 + 3 * 2560 * 2)),
     ),
     "Jamba, one attention layer of eight": (

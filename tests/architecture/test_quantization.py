@@ -16,7 +16,7 @@ from llmsched.engine.architecture.quantization import (
     quantised_config,
     quantization_of,
 )
-from llmsched.engine.architecture.weights import model_weights, quantised_bytes
+from llmsched.engine.architecture.weights import model_weights, stored_bytes
 from llmsched.engine.errors import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
@@ -69,7 +69,7 @@ def test_bits_of_each_format(settings: dict[str, Any], linear_bits: float, exper
     form = read(settings)
     assert form.known
     packed = ((1 << 20) * linear_bits + (1 << 21) * expert_bits) / 8
-    assert quantised_bytes(COUNTED, form, dtype_bytes=2) == PLAIN + round(packed)
+    assert stored_bytes({"model": COUNTED}, form, dtype_bytes=2).total == PLAIN + round(packed)
 
 
 @pytest.mark.parametrize(

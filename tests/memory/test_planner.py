@@ -246,9 +246,22 @@ def test_recurrent_state_is_reserved_per_sequence_and_bounds_them() -> None:
     assert planned(gpu(24), model, max_num_seqs=20).available_kv_bytes < plan.available_kv_bytes
 
 
-def test_a_model_without_attention_is_refused() -> None:
-    with pytest.raises(ModelError, match="no attention layers"):
-        planned(gpu(24), shape(groups=(LayerGroup("state", 4, state_bytes=64),)))
+def test_a_model_whose_layers_keep_nothing_known_is_refused() -> None:
+    with pytest.raises(ModelError, match="neither attention layers nor a recurrent state"):
+        planned(gpu(24), shape(groups=(LayerGroup("state", 4),)))
+
+
+def test_recurrent_layers_alone_need_no_blocks() -> None:
+    recurrent = shape(weights=GIB, groups=(LayerGroup("state", 64, state_bytes=2653696),), max_position=None)
+    plan = planned(gpu(24), recurrent, max_num_seqs=20)
+    assert plan.fits
+    assert (plan.num_blocks, plan.kv_bytes_per_token, plan.state_bytes) == (0, 0, 20 * 169836544)
+    assert (plan.num_seqs_at(512), plan.num_seqs_at(1 << 20), plan.num_admitted_at(512)) == (20, 20, 20)
+    assert plan.available_kv_bytes == plan.budget_bytes - plan.fixed_bytes
+    crowded = planned(gpu(24), recurrent, max_num_seqs=200)
+    assert not crowded.fits
+    assert crowded.max_num_seqs == 0
+    assert "recurrent state" in str(crowded.problem)
 
 
 def test_one_byte_kv_doubles_every_capacity() -> None:
