@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +10,9 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.bench.report.detailed_file import read_request
+from llmsched.cli.server_client import DEFAULT_URL, KeyOption, UrlOption, checked, server_client
 from llmsched.cli.timeline import saved_entries
 from llmsched.engine.errors import LlmschedError
-
-_URL = "http://127.0.0.1:8000"
 
 
 def explain(
@@ -25,7 +23,7 @@ def explain(
             help="The id in the server's answer (cmpl-...); with --file, also the request's index.",
         ),
     ],
-    url: Annotated[str, typer.Option("--url", help="URL of the server.")] = _URL,
+    url: UrlOption = DEFAULT_URL,
     file: Annotated[
         Path | None,
         typer.Option(
@@ -34,10 +32,7 @@ def explain(
             help="Read the request from a file written by `bench --save-detailed`, not from a server.",
         ),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", help="Key of the server; default: LLMSCHED_API_KEY.", show_default=False),
-    ] = None,
+    api_key: KeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show where the time of one request went: waits, computation, preemptions, and the reason for each.
@@ -51,7 +46,7 @@ def explain(
       llmsched bench demo --save-detailed run.jsonl; llmsched explain 17 --file run.jsonl
     """
     if file is not None:
-        if url != _URL:
+        if url != DEFAULT_URL:
             raise LlmschedError("--url and --file do not go together: a file needs no server")
         if api_key is not None:
             raise LlmschedError("--api-key and --file do not go together: a file needs no key")
@@ -60,7 +55,7 @@ def explain(
         except (KeyError, TypeError, ValueError) as problem:
             raise LlmschedError(f"--file {file}: its request {request_id!r} is damaged ({problem})") from problem
         return
-    answer = _fetch(url, request_id, api_key or os.environ.get("LLMSCHED_API_KEY"))
+    answer = _fetch(url, request_id, api_key)
     if as_json:
         render.emit_json(answer)
         return
@@ -73,28 +68,8 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
     """Ask the server about a request and return the answer. Raises LlmschedError for an invalid answer or an error."""
     from urllib.parse import quote
 
-    import httpx
-
-    from llmsched.engine.proxies import proxy_for
-
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    address = f"{url.rstrip('/')}/v1/requests/{quote(request_id, safe='')}/explain"
-    try:
-        tls = httpx.create_ssl_context()
-        response = httpx.get(address, headers=headers, timeout=10.0, proxy=proxy_for(url), verify=tls, trust_env=False)
-        body = response.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        reason = str(error) or type(error).__name__
-        raise LlmschedError(f"no valid answer from an llmsched server at --url {url}: {reason}") from error
-    if response.status_code == 200 and isinstance(body, dict) and "choices" in body:
-        return body
-    match body:
-        case {"error": {"message": str(message)}}:
-            raise LlmschedError(message)
-        case _:
-            raise LlmschedError(
-                f"no valid answer from an llmsched server at --url {url}: status {response.status_code}"
-            )
+    with server_client(url, api_key) as client:
+        return checked(client.get(f"/v1/requests/{quote(request_id, safe='')}/explain"), "choices")
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:

@@ -39,6 +39,7 @@ COMMANDS = {
         ("workload", "workload.command", "Analyse a trace and recommend settings for it."),
         ("calibrate", "calibrate", "Measure how long steps take here, for bench --simulate local."),
         ("profiles", "profiles.command", "List, show and compare profiles written by tune."),
+        ("chat", "chat", "Talk to the model of a running server."),
         ("explain", "explain", "Show how the time of one request was spent."),
         ("verify", "verify", "Compare the engine with plain transformers on your own model."),
     )

@@ -50,6 +50,11 @@ def say(text: str = "") -> None:
     stdout().print(_literal(text), markup=False, soft_wrap=True)
 
 
+def write(text: str) -> None:
+    """Print a part of a line of the result at once."""
+    stdout().print(_literal(text), markup=False, soft_wrap=True, end="")
+
+
 def note(text: str) -> None:
     """Print a note on stderr, such as a choice that was made for the user."""
     _tell(f"note: {text}", "dim")

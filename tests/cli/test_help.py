@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli import calibrate, explain
+from llmsched.cli import calibrate, chat, explain
 from llmsched.cli.bench import command as bench
 from llmsched.cli.main import COMMANDS, EPILOG, load
 from llmsched.cli.tune import command as tune
@@ -60,6 +61,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         *((bench, each) for each in ("bench_target", "bench_compare", "bench_self")),
         *((tune, each) for each in ("tune_engine", "tune_simulated")),
         *((explain, each) for each in ("_fetch", "read_request")),
+        *((chat, each) for each in ("_answer", "_converse")),
         *(
             (workload, "load_encoder"),
             (build, "build_engine"),
@@ -69,6 +71,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     ):
         monkeypatch.setattr(module, name, reached)
     monkeypatch.setattr("llmsched.cli.kv_budget.command.resolve_model", lambda model: "config.json")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("llmsched.cli.serve.lifecycle.listen", lambda host, port: None)
     return CommandLine(monkeypatch, capsys)
 

@@ -1,0 +1,60 @@
+"""HTTP client for commands that ask a running server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmsched.engine.errors import LlmschedError
+
+if TYPE_CHECKING:
+    import httpx
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+UrlOption = Annotated[str, typer.Option("--url", help="URL of the server.")]
+KeyOption = Annotated[
+    str | None,
+    typer.Option("--api-key", help="Key of the server; default: LLMSCHED_API_KEY.", show_default=False),
+]
+
+
+@contextmanager
+def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
+    """Yield a client of the server at `url`. Raises LlmschedError, naming the URL, if the connection fails."""
+    import httpx
+
+    from llmsched.engine.proxies import proxy_for
+
+    key = api_key or os.environ.get("LLMSCHED_API_KEY")
+    try:
+        with httpx.Client(
+            base_url=url.rstrip("/").removesuffix("/v1"),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(10.0, read=600.0),
+            proxy=proxy_for(url),
+            verify=httpx.create_ssl_context(verify=url.startswith("https:")),
+            trust_env=False,  # the two lines above follow the environment
+        ) as client:
+            yield client
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise LlmschedError(f"no valid answer from an llmsched server at --url {url}: {reason}") from error
+
+
+def checked(response: httpx.Response, key: str) -> dict[str, Any]:
+    """Return the JSON object of a response, which must have `key`.
+
+    Raises LlmschedError with the server's message for an error, and ValueError for any other answer.
+    """
+    body = response.json()
+    if response.status_code == 200 and isinstance(body, dict) and key in body:
+        return body
+    match body:
+        case {"error": {"message": str(message)}}:
+            raise LlmschedError(message)
+        case _:
+            raise ValueError(f"status {response.status_code}")

@@ -1,0 +1,111 @@
+"""`llmsched chat` against a live server: one answer, or a conversation on a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+from scripted import ScriptedServer
+
+from llmsched.engine.request import Sequence
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer(api_key="k").start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    monkeypatch.setenv("LLMSCHED_API_KEY", "k")
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture
+def prompts(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the text of every prompt is added that the server answers."""
+    seen: list[str] = []
+    script: Any = server.engine.executor.script  # type: ignore[attr-defined]
+    next_token = script.next_token
+
+    def noted(sequence: Sequence) -> int:
+        if sequence.num_output_tokens == 0:
+            seen.append(server.tokenizer.decode(sequence.token_ids, skip_special_tokens=True))
+        return int(next_token(sequence))
+
+    monkeypatch.setattr(script, "next_token", noted)
+    return seen
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """Make stdin a terminal on which these lines are typed."""
+    typed = iter(lines)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+
+
+def test_one_message(command: CommandLine, server: ScriptedServer) -> None:
+    short = command("chat", "Hello", "--url", server.url, "--max-tokens", "3", "--temperature", "0")
+    long = command("chat", "Hello", "--url", server.url + "/v1/", "--max-tokens", "6", "--temperature", "0")
+    assert (short.code, short.err) == (0, "")
+    assert long.out.startswith(short.out.rstrip("\n"))
+    assert len(long.out) > len(short.out) > 1
+
+
+def test_a_message_from_a_pipe(command: CommandLine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    piped = command("chat", "--url", server.url, "--max-tokens", "3", "--temperature", "0")
+    assert piped.out == command("chat", "Hello", "--url", server.url, "--max-tokens", "3", "--temperature", "0").out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" "))
+    assert command("chat", "--url", server.url).code == 2
+
+
+def test_a_conversation_remembers_until_it_is_cleared(
+    command: CommandLine, server: ScriptedServer, prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "first", "", "second", "/clear", "third", "/exit")
+    outcome = command("chat", "--url", server.url, "--system", "sys", "--max-tokens", "3")
+    assert outcome.code == 0
+    answers = [line for line in outcome.out.splitlines() if line]
+    assert len(answers) == len(prompts) == 3
+    assert [["first" in prompt, "second" in prompt, "third" in prompt] for prompt in prompts] == [
+        [True, False, False],
+        [True, True, False],
+        [False, False, True],
+    ]
+    assert answers[0] in prompts[1]
+    assert all("sys" in prompt for prompt in prompts)
+
+
+def test_a_refused_message_is_forgotten_and_the_conversation_goes_on(
+    command: CommandLine, server: ScriptedServer, prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "long " * 10_000, "short", "/exit")
+    outcome = command("chat", "--url", server.url, "--max-tokens", "3")
+    assert outcome.code == 0
+    assert "error: the context of this server is" in outcome.err
+    assert len(prompts) == 1
+    assert "long" not in prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--api-key", "wrong"), "key"),
+        (("--url", "http://127.0.0.1:9"), "no valid answer from an llmsched server at --url http://127.0.0.1:9"),
+        (("--max-tokens", "1000000"), "max_tokens"),
+    ],
+)
+def test_a_failure_is_one_line(
+    command: CommandLine, server: ScriptedServer, arguments: tuple[str, ...], message: str
+) -> None:
+    outcome = command("chat", "Hello", "--url", server.url, *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert len(outcome.err.splitlines()) == 1
+    assert message in outcome.err
