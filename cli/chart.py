@@ -115,7 +115,7 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return the points, in order, thinned to at most `most`: the lowest and highest of each of `most` // 2 parts."""
+    """Return at most `most` points, in order: the lowest and the highest point of each of `most` // 2 parts."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)
@@ -131,7 +131,7 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
     """Return the cumulative distribution of samples: each value with the percentage of samples up to that value.
 
-    Of more than `most` samples, it takes about `most` at evenly spaced ranks, with the lowest and the highest.
+    More than `most` samples are thinned to about `most`, at evenly spaced ranks from the lowest to the highest.
     """
     ordered = sorted(samples)
     step = max(1, len(ordered) // most)

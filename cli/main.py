@@ -1,4 +1,4 @@
-"""Typer app with all commands, whose modules are imported only when called, and the printing of errors."""
+"""Typer app with all commands, and the printing of errors. A command's module is imported when it is called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmsched.profiles.toml_files import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """Command of the app: the `function` (or Typer app of subcommands) in `module`, and its `summary` in the help."""
+    """Command of the app: the `function` in `module` (or a Typer app of subcommands), and its `summary` in the help."""
 
     module: str
     function: str

@@ -21,7 +21,10 @@ class Display(Protocol):
 
 
 class LogProgress:
-    """Progress display for logs: at most a line per EVERY_S seconds and one at the end; none within QUIET_S seconds."""
+    """Progress display for logs. It writes no line for work shorter than QUIET_S seconds.
+
+    For longer work it writes at most one line per EVERY_S seconds, and one line at the end.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

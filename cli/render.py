@@ -133,7 +133,7 @@ def chart(drawn: Chart) -> None:
 
 
 def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
-    """Draw labelled byte counts as shares of `total` bytes in one bar (the rest is dots), with a legend."""
+    """Draw labelled byte counts as shares of `total` bytes in one bar, with a legend. The rest of the bar is dots."""
     from rich.text import Text
 
     console = stdout()

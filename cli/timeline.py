@@ -40,7 +40,7 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
 
 
 def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a saved request's entries (client's events and scheduler's decisions) by time.
+    """Return the client's events and the scheduler's decisions of a request saved by --save-detailed, by time.
 
     Times are in milliseconds after the request should have been sent.
     """

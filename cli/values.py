@@ -1,6 +1,7 @@
-"""Parsers of quantities as people write them, "800ms", "24GiB", "8k", "90%", to seconds, bytes, tokens and shares.
+"""Parsers of quantities as people write them: "800ms", "24GiB", "8k", "90%".
 
-Every function raises LlmschedError for an invalid text; the message says what is wrong and what is allowed.
+The results are in seconds, bytes, tokens and shares. Every function raises LlmschedError for an invalid text; the
+message says what is wrong and what is allowed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za
 
 
 def duration(text: str) -> float:
-    """Return the seconds of "800ms", "1.5s", "2min" or "1h": 0, or 1 ns to 250,000 h. The unit is required."""
+    """Return the seconds of a duration such as "800ms" or "2min": 0, or 1 ns to 250,000 h. The unit is required."""
     number, unit = _split(text, "a duration such as 800ms or 1.5s")
     if unit not in _SECONDS:
         raise LlmschedError(f"{text!r} needs a unit: us, ms, s, min or h (800ms, 1.5s)")
@@ -46,7 +47,7 @@ def duration(text: str) -> float:
 def size(text: str) -> int:
     """Return the bytes of a size such as "24GiB" (1024^3 bytes each) or "24GB" (1000^3 bytes each).
 
-    A number without a unit, in bytes, must be at least 1 MiB, because the unit was probably forgotten.
+    A number without a unit is a number of bytes. It must be at least 1 MiB, because the unit was probably forgotten.
     """
     number, unit = _split(text, "a size such as 24GiB or 512MiB")
     factor = _BYTES.get(unit.lower())
@@ -97,7 +98,7 @@ def switch(text: str) -> bool:
 
 
 def _split(text: str, wanted: str) -> tuple[float, str]:
-    """Split a quantity, which errors call `wanted`, into its finite number and its unit as written."""
+    """Split a quantity into its finite number and its unit. Error messages call the quantity `wanted`."""
     match = _QUANTITY.fullmatch(text)
     if match is None or not math.isfinite(float(match[1])):
         raise LlmschedError(f"{text!r} is not {wanted}")

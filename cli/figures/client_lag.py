@@ -86,8 +86,8 @@ class ClientLag:
     """Lags of the client in seconds.
 
     `send` is the time from when a request could be sent until the client sent it. `loop` is how late the timers of the
-    client's event loop fired, if it was watched; `machine` is the part during which the machine gave the client no CPU
-    core, and `streaming` has only the lags after the first token.
+    client's event loop fired. `machine` is the part of `loop` during which the machine gave the client no CPU core.
+    `streaming` has only the loop lags after the first token. The last three are None if the loop was not watched.
     """
 
     send: Summary

@@ -22,7 +22,7 @@ _INTERVAL_S = 0.2
 
 
 class LiveFigures:
-    """Figures of the latest requests and the number in flight, told as text. `now` returns the time in seconds."""
+    """Figures of the latest requests and the number of requests in flight, as text for the progress display."""
 
     def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = detail) -> None:
         self._now = now

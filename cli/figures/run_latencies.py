@@ -35,8 +35,8 @@ class LatencySummary(Summary):
 class Latencies:
     """Latency distributions of the completed requests, in seconds.
 
-    `stalls` has the index and worst stall of the requests with the longest stalls. `Stall.at` counts from the run's
-    start.
+    `stalls` lists the requests with the longest stalls, each as its index and its worst stall. `Stall.at` is in seconds
+    after the start of the run.
     """
 
     ttft: LatencySummary

@@ -78,7 +78,7 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
 def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
     """Return the rate from the first arrival in the window to the end of the window.
 
-    If that time, or else `whole`, is too short to represent the run, return the rate within `whole`, or None.
+    Without a window, or if that time is too short to represent the run, use `whole`; return None if it is too short.
     """
     for low, high in (whole,) if window is None else (window, whole):
         # 1e-9 allows for rounding of times that were summed in another order.

@@ -130,7 +130,10 @@ class BudgetOptions:
             raise ConfigError("gpu", f"{self.gpu} sets the memory too; leave out --gpu or --gpu-memory")
 
     def devices(self, config: EngineConfig) -> list[DeviceMemory]:
-        """Return the selected GPUs, or this machine's device. Raises ConfigError for an unknown GPU, or for the CPU."""
+        """Return the GPUs that the flags select or, without such a flag, the device of this machine.
+
+        Raises ConfigError if a GPU is unknown or `config` asks for the CPU.
+        """
         if self.gpu is None and self.gpu_memory is None and self.simulate in (None, LOCAL):
             return [device_memory(config.device)]
         if config.device == "cpu":
@@ -166,7 +169,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return a GPU, or raise ConfigError for `field`. The message offers `alternative`, another value of the flag."""
+    """Return the GPU `name`. Raises ConfigError, which names `field` and `alternative`, if the GPU is unknown."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

@@ -65,7 +65,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return the head dimension, after `factor`, as text. Different ones of keys and values are a sum: "192 + 128"."""
+    """Return the head dimension as text, after `factor`, or a sum such as "192 + 128" if keys and values differ."""
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 

@@ -133,7 +133,7 @@ class Arrivals:
         return self.rate * times
 
     def _stretch(self, units: Times, ramp: float) -> Times:
-        """Return the times at which the integral of the rate equals `units`, by bisection. See `_integral`."""
+        """Return the times at which the integral of the rate equals `units`, by bisection (see `_integral`)."""
         if self.process not in ("ramp", "daynight"):
             return units / self.rate
         last = float(units[-1]) if len(units) else 0.0

@@ -20,7 +20,7 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Request of a load for `output_len` tokens, due `offset` seconds after the start unless the loop is closed."""
+    """Request of a load, due `offset` seconds after the start (ignored in a closed loop), for `output_len` tokens."""
 
     index: int
     offset: float
@@ -46,8 +46,8 @@ class Load(Schedule, ABC):
         """Return the requests in the order of their offsets.
 
         Random prompts are drawn from the token ids `ids`, or from words if `ids` is None. `encode` turns the prompts of
-        a trace into token ids and counts the tokens of its answers. Without it (or `ids`), prompts stay text and each
-        word of an answer counts as a token.
+        a trace into token ids and counts the tokens of its answers. If `ids` or `encode` is None, prompts stay text.
+        Without `encode`, each word of an answer counts as one token.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [PlannedRequest(index, *part) for index, part in enumerate(parts)]
@@ -95,7 +95,10 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
-        """Return `count` similar requests with new prompts, sent at once, with answers of `output_len` or similar."""
+        """Return a load of `count` similar requests with new prompts, all sent at once.
+
+        The answers have `output_len` tokens or, if that is None, lengths like those of this load.
+        """
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
         """Return a load of `count` similar requests with new prompts. Each is sent when the previous one has ended."""

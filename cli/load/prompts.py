@@ -164,7 +164,7 @@ class TokenizerEncoder:
 
 
 def load_encoder(model: str) -> TokenizerEncoder:
-    """Return an encoder with the tokenizer of `model`. Raises ConfigError, which names the setting `tokenizer`."""
+    """Return an encoder with the tokenizer of `model`. Raises ConfigError if the tokenizer cannot be loaded."""
     from llmsched.engine.model.loader import load_tokenizer
     from llmsched.engine.model.source import locate
 

@@ -52,7 +52,7 @@ def draw_lengths(lengths: int | RandomLengths, generator: np.random.Generator, c
 
 
 def parse_lengths(text: str, name: str) -> int | RandomLengths:
-    """Return the lengths that `text` describes in the form of SYNTAX. Raises ConfigError, which names `name`."""
+    """Return the lengths that `text` describes (see SYNTAX). Raises ConfigError, which names the setting `name`."""
     found: RandomLengths | None = None
     if text.isascii() and text.isdigit():
         found = RandomLengths(int(text), int(text))

@@ -113,7 +113,7 @@ class Schedule:
         return np.random.default_rng([self.seed, stream])
 
     def due(self, count: int | None) -> Times:
-        """Return the times of at most `count` requests (None: as many as `duration` allows), in seconds."""
+        """Return the times of at most `count` requests, in seconds after the start (None: limited by `duration`)."""
         if self.process is not None:
             return self.process.offsets(self.random(ARRIVALS), count, self.duration)
         return np.zeros(_MOST_CLOSED if count is None else count)

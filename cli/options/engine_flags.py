@@ -36,7 +36,7 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Engine flags given on the command line. `automatic` knobs have the flag "auto" and ignore a profile's value."""
+    """Engine flags given on the command line. A knob in `automatic` has the flag "auto" and ignores the profile."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
     automatic: frozenset[str] = frozenset()
@@ -95,7 +95,7 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
 
 
 def knob_value(name: str, text: str) -> Any:
-    """Parse `text` as the knob's flag does ("auto": None). Raises ConfigError for an unknown knob or a bad value."""
+    """Parse `text` as the flag of the knob does; "auto" gives None. Raises ConfigError for an unknown knob or text."""
     known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)

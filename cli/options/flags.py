@@ -35,7 +35,7 @@ ModelArgument = Annotated[
 
 
 def resolve_model(argument: str | None) -> str:
-    """Return the model: the argument, else LLMSCHED_MODEL, else "demo". Without the argument, name it on stderr."""
+    """Return the model: the argument, else $LLMSCHED_MODEL, else "demo". Without an argument, say on stderr which."""
     if argument:
         return argument
     if model := os.environ.get("LLMSCHED_MODEL"):
@@ -105,8 +105,9 @@ def with_options(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command one option per field of the dataclass `flags`.
 
-    The annotation of a field holds its typer.Option. The command receives `make(flags)` as its keyword argument
-    `keyword`. `shown` maps fields whose default is None to the default that the help states.
+    The annotation of a field holds its typer.Option. `make` receives an instance of `flags`. The command receives the
+    result as its keyword argument `keyword`. `shown` maps fields whose default is None to the default that the help
+    states.
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)
@@ -129,7 +130,7 @@ def replace_keyword(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Return a decorator that gives a Typer command `options` in place of its parameter `keyword`.
 
-    The command receives the result of `make`, which gets the option values by name, as that parameter.
+    `make` receives the option values by name. The command receives the result as its keyword argument `keyword`.
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:

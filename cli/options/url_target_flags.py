@@ -63,7 +63,7 @@ class UrlTargetFlags:
 
 
 def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options: EngineOptions) -> HttpOptions:
-    """Return the settings for requests to a server. Raises LlmschedError for an invalid URL or an engine's flag."""
+    """Return the settings for requests to a server. Raises LlmschedError for an invalid URL or an engine flag."""
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
@@ -96,7 +96,10 @@ def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options:
 
 
 def refuse_url_target_flags(typed: Sequence[str]) -> None:
-    """Raise LlmschedError for `typed` flags that apply only to a URL. OPENAI_API_KEY in the environment is accepted."""
+    """Raise LlmschedError if `typed` has flags that apply only to a URL.
+
+    An API key from the environment is accepted, because OPENAI_API_KEY may be set for other reasons.
+    """
     useless = {flag(f.name) for f in fields(UrlTargetFlags)}
     if given := [name for name in typed if name in useless]:
         raise LlmschedError(

@@ -52,8 +52,9 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
 def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
     """Return warnings if the profile was tuned for another model or device, or in a simulation.
 
-    `config` has the model and device to be used, unless `simulate` names a device. A property that the profile lacks
-    counts as equal. Raises ConfigError or ModelError if the profile or the model cannot be read.
+    `config` has the model and device to be used. `simulate` is the value of `--simulate`; None means that the engine
+    runs on this machine. A property that the profile lacks counts as equal. Raises ConfigError or ModelError if the
+    profile or the model cannot be read.
     """
     profile = _load(name_or_path)
     found = [
@@ -107,7 +108,7 @@ def versions_table() -> dict[str, Scalar]:
 def store_ratios(name_or_path: str, plan: MemoryPlan, config: EngineConfig) -> str | None:
     """Write the ratios of actual to predicted memory into a profile, if it was tuned for the same model and device.
 
-    Return the reason why the file cannot be read or written, if any.
+    Return None, or the reason why the file cannot be read or written.
     """
     try:
         profile = load_profile(name_or_path)

@@ -84,7 +84,7 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Return the JSON object of a profile or else of a calibration. Raises ProfileError for an unreadable file."""
+    """Return a profile or, without one of this name, a calibration as JSON. Raises ProfileError if unreadable."""
     if not profile_path(name).exists() and name in list_calibrations():
         calibration = load_calibration(name)
         assert calibration is not None

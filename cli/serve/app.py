@@ -41,7 +41,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) -> FastAPI:
-    """Return the ASGI application of `engine`. All routes but /health and /metrics require `api_key`, if given."""
+    """Return the ASGI application of `engine`. If `api_key` is given, only /health and /metrics work without it."""
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine))
     served = _ServedModel(engine, model_name)
@@ -67,7 +67,7 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
 
 
 def _require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Return a FastAPI dependency that raises ApiError 401 for a request without `api_key` (None: accept all)."""
+    """Return a FastAPI dependency that raises ApiError 401 for a request without `api_key`, unless that is None."""
 
     async def check(request: Request) -> None:
         if api_key is None:

@@ -45,9 +45,9 @@ class TokenWriter:
     def emitted(self, token_id: int, piece: str, skip_special_tokens: bool) -> list[int]:
         """Return the bytes that a generated token adds to the text. Joined for all tokens, they decode to the text.
 
-        With a byte-level tokenizer, these are the token's own bytes. With another, they are those of `piece`, because
-        the text that a token adds depends on its context (a leading space is stripped, a run of byte-fallback tokens is
-        one character).
+        With a byte-level tokenizer, these are the token's own bytes. With another tokenizer, the text that a token adds
+        depends on its context (a leading space is stripped, a run of byte-fallback tokens is one character), so these
+        are the bytes of `piece`.
         """
         if skip_special_tokens and self._tokenizer.is_special(token_id):
             return []
@@ -147,7 +147,7 @@ class ChoiceFormat(ABC):
 
 @dataclass(slots=True)
 class CompletionFormat(ChoiceFormat):
-    """Format of /v1/completions: text (after the prompt, with `echo`), and log-probabilities in parallel lists."""
+    """Format of /v1/completions: text, and log-probabilities in parallel lists. With `echo`, the prompt comes first."""
 
     request: CompletionRequest
     offsets: dict[int, int] = field(default_factory=dict)

@@ -51,7 +51,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def event(content: Any) -> bytes:
-    """Return a server-sent event of JSON on one line, in which no client finds a line end."""
+    """Return a server-sent event with JSON data on one line. Every character that may end a line is escaped."""
     line = to_json(content)
     for char, escaped in _LINE_BREAKS.items():
         line = line.replace(char, escaped)

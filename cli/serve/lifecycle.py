@@ -41,7 +41,7 @@ class PortInUseError(LlmschedError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address. Port 0 picks any free port. Raises PortInUseError.
+    """Return a socket that listens on the address. Port 0 picks any free port. Raises PortInUseError on failure.
 
     Call this before the model is loaded: clients that connect meanwhile wait until `run` serves them. A socket that is
     bound but does not listen would not reserve the address for this process.
@@ -164,7 +164,10 @@ async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: as
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """Make the first SIGTERM or SIGINT set `stop`, and the second end the process, where asyncio can handle signals."""
+    """Make the first SIGTERM or SIGINT set `stop`, and the second end the process.
+
+    Do nothing where asyncio cannot handle signals: outside the main thread, and on Windows.
+    """
     loop = asyncio.get_running_loop()
 
     def handle(number: int) -> None:

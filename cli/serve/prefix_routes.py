@@ -75,7 +75,7 @@ def prefix_cache_routes(
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
     """Return the body of GET /v1/cache: blocks, hits, misses by kind, and `change`, where prompts keep changing.
 
-    OTHER_SALT counts as COLD, because a tenant must not learn what other tenants have sent.
+    A miss of the kind OTHER_SALT counts as COLD, because a tenant must not learn what other tenants have sent.
     """
     misses = dict(stats.prefix_misses)
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
@@ -103,7 +103,7 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
 
 
 def _pin_body(pin: PinState) -> dict[str, Any]:
-    """Return a pinned prefix as JSON: its tokens in whole blocks, those written so far, and seconds to expiry."""
+    """Return a pin as JSON: its length and the part in the cache, in tokens, and the seconds until it expires."""
     return {
         "id": pin.pin_id,
         "object": "prefix",

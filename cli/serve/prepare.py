@@ -33,7 +33,7 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Converter of requests to token ids and sampling parameters, for worker threads: tokenising takes long."""
+    """Converter of requests to token ids and sampling parameters. It is slow, so call it in worker threads."""
 
     def __init__(self, engine: Engine) -> None:
         self._tokenizer = engine.tokenizer
@@ -106,7 +106,7 @@ class Preparer:
         return self._tokenizer.encode(prompt)
 
     def _refuse_surely_too_long(self, characters: int, param: str) -> None:
-        """Raise RequestError if a text exceeds the context even in the longest tokens of the vocabulary."""
+        """Raise RequestError if a text exceeds the context even if all tokens are the longest of the vocabulary."""
         at_least = characters // self._longest_token
         if at_least > self._max_model_len:
             raise RequestError(
@@ -117,5 +117,5 @@ class Preparer:
             )
 
     def _sampling(self, request: GenerationRequest, max_tokens: int, extra: dict[str, Any]) -> SamplingParams:
-        """Return sampling parameters. Fields left out are generation_config.json's, else the API's default."""
+        """Return the sampling parameters. Omitted fields come from generation_config.json, else the API's defaults."""
         return SamplingParams(**{**self._defaults, **request.sampling_fields(), "max_tokens": max_tokens, **extra})

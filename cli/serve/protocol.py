@@ -49,7 +49,10 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return a list of prompts (texts or token ids), or raise one error, unlike pydantic's check of a union."""
+    """Return a list of prompts, each a text or a list of token ids.
+
+    Raises one error for the whole field. pydantic's own check of a union would report one for each element.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -237,7 +240,7 @@ def parse(schema: type[R], body: bytes) -> R:
 def _request_error(error: ValidationError) -> RequestError:
     """Return the error of the first bad field.
 
-    Of a union's errors (text or list), the most deeply nested is from the member that the client meant.
+    If the field is a union (text or list), the most deeply nested error is from the member that the client meant.
     """
     details = error.errors(include_url=False)
     first = details[0]["loc"][:1]
@@ -281,9 +284,9 @@ CLASSES = {"interactive": 0, "batch": 1}
 
 
 def priority_of(priority: int | None, class_name: str | None) -> int:
-    """Return a request's priority: from its body, else of the class in its header (default: "interactive").
+    """Return the priority of a request: `priority` from its body, else the priority of the class in its header.
 
-    Raises RequestError for an unknown class.
+    Without a header, the class is "interactive". Raises RequestError for an unknown class.
     """
     if class_name is not None and class_name not in CLASSES:
         raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")

@@ -1,7 +1,7 @@
 """HTTP/1.1 client for a load generator, with little work per chunk and the exact time of each socket read.
 
-httpx's own transport spends more time on a chunk than its JSON parser. With a few hundred streams, the benchmark would
-measure the client instead of the server.
+httpx's own transport spends more time on a chunk than the parser of the chunk's JSON does. With a few hundred streams,
+the benchmark would measure the client instead of the server.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ResponseParser:
         self._parser.set_dangerous_leniencies(lenient_chunked_length=True)
 
     def feed(self, received: bytes) -> bytes:
-        """Return the part of the body in `received`, any piece of a response. Raises ValueError if malformed."""
+        """Return the part of the body that `received` contains. Raises ValueError if the response is malformed."""
         self._content.clear()
         try:
             self._parser.feed_data(received)
@@ -113,7 +113,10 @@ class ResponseParser:
         return b""
 
     def check_end(self) -> None:
-        """Raise ValueError if the end of the connection, rather than the response's own framing, cuts the body."""
+        """Raise ValueError if the end of the connection has cut the body short.
+
+        The connection may end the body only if the response has neither a Content-Length nor chunks.
+        """
         headers = httpx.Headers(self.headers)
         if "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower():
             raise ValueError("the connection was closed before the answer was over")
@@ -155,7 +158,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
         self._connection: Connection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and read its answer's head. Raises ConnectError, ReadError or RemoteProtocolError."""
+        """Send a request and read its answer's head. Raises ConnectError, ReadError or RemoteProtocolError of httpx."""
         if self._connection is not None and not self._connection.idle:
             self.drop()
         used_before = self._connection is not None
@@ -211,7 +214,10 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
 @dataclass(slots=True)
 class _Body(httpx.AsyncByteStream):
-    """Body of an answer, after the `first` content. `arrived` is when the last was received (loop's clock, seconds)."""
+    """Body of an answer. `first` is the content that was received together with the head.
+
+    `arrived` is when the content yielded last was received, in seconds of the event loop's clock.
+    """
 
     transport: Http1Transport
     connection: Connection
@@ -241,7 +247,7 @@ class _Body(httpx.AsyncByteStream):
 async def _read_head(connection: Connection, parser: ResponseParser) -> Received:
     """Read up to the end of the head, and return the content that was received together with it.
 
-    Raises httpx.ReadError if the connection is closed before any byte, and ValueError within the head.
+    Raises httpx.ReadError if the connection is closed before any byte, and ValueError if it is closed within the head.
     """
     begun = False
     while True:

@@ -111,7 +111,10 @@ class HttpTarget:
         )
 
     async def connect(self) -> None:
-        """Look up model and kind of server in /v1/models, if it exists. Raises TargetUnreachableError."""
+        """Look up the model and the kind of server in /v1/models, a route that not every server has.
+
+        Raises TargetUnreachableError if the server accepts no connection.
+        """
         try:
             response = await self._look_up("/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
@@ -204,7 +207,7 @@ class HttpTarget:
         return self._memory
 
     async def _look_up(self, path: str) -> httpx.Response:
-        """Get a path that is not part of the load. Raises TimeoutError after `lookup_timeout` seconds."""
+        """Send a GET request that is not part of the load. Raises TimeoutError after `lookup_timeout` seconds."""
         async with asyncio.timeout(self._options.lookup_timeout):
             return await self._lookups.get(f"{self._root}{path}")
 
@@ -230,7 +233,8 @@ def _detail(problem: Exception) -> str:
 async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[OpenTarget]:
     """Connect to a server, warm it up, and yield it as a target.
 
-    Raises TargetUnreachableError, and ConfigError if the tokenizer cannot be loaded.
+    Raises TargetUnreachableError if the server accepts no connection, and ConfigError if the tokenizer cannot be
+    loaded.
     """
     encode = None if options.tokenizer is None else load_encoder(options.tokenizer)
     ids: Sequence[int] | None = COMMON_IDS

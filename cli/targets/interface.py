@@ -45,7 +45,7 @@ class Target(Protocol):
         """Return the current state, with its time in seconds of the event loop's clock, or None if unknown."""
 
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
-        """Return the scheduler's decisions about each request, if known, in seconds of the event loop's clock."""
+        """Return the scheduler's decisions about each request, in seconds of the event loop's clock (None: unknown)."""
 
     def memory(self) -> MemoryParts | None:
         """Return the sizes of the parts of the target's memory, as last reported, or None if unknown."""

@@ -56,8 +56,7 @@ async def send_workload(
     """Send a load to a target, or only its first `first` requests, and return the record of the run.
 
     Random prompts consist of token ids from `ids`, or of words if `ids` is None. `timeout` is in seconds per request.
-    If `partial` is set and Ctrl-C cancels the task, the record has the requests that have ended; if none has ended,
-    CancelledError is raised.
+    If `partial` is set, Ctrl-C ends the load, and the record has the requests that have ended, unless there are none.
     """
     planned, stop_after = plan_first(workload, first, ids, target.encode)
     total = 0 if stop_after else len(planned)
@@ -110,7 +109,7 @@ async def send_workload(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list that gets the result of `state` every `interval` seconds, until `state` returns None."""
+    """Yield a list to which the result of `state` is appended every `interval` seconds, until it is None."""
     samples: list[TargetState] = []
 
     async def sample() -> None:

@@ -1,7 +1,7 @@
 """Reader of a server's state from its /metrics, for llmsched, vLLM, SGLang, llama.cpp and TGI.
 
-llmsched reports the parts of its KV memory in bytes. vLLM, SGLang and older versions of llama.cpp report the share in
-use, TGI nothing.
+llmsched reports the parts of its KV memory in bytes. vLLM, SGLang and older versions of llama.cpp report the share of
+KV memory in use. TGI reports nothing about KV memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 
 
 class ServerMetrics:
-    """Metrics of a server: one number per set of labels, by name without the server's prefix (`vllm:`)."""
+    """Metrics of a server. `values` has one number per set of labels, by name without a prefix such as `vllm:`."""
 
     def __init__(self, values: Mapping[str, Sequence[float]]) -> None:
         self._values = values
@@ -64,7 +64,7 @@ class ServerMetrics:
         return MemoryParts(*known) if len(known) == len(parts) else None
 
     def sample(self, time: float) -> TargetState | None:
-        """Return the state at `time` (loop's clock, seconds), if the server reports running and waiting requests."""
+        """Return the server's state at `time`, or None if it does not report running and waiting requests."""
         running, waiting = self._first(_RUNNING), self._first(_WAITING)
         if running is None or waiting is None:
             return None

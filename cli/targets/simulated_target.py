@@ -69,9 +69,9 @@ def simulate_run(
 ) -> RunRecord:
     """Serve a load on a new engine of `blueprint` in virtual time, and return the record of the run.
 
-    `limits` replace those of the blueprint; ConfigError if they exceed its memory reservation. `timeout` is in seconds
-    of virtual time per request. If the model's tokenizer, which encodes the texts of a trace, is not on this disk,
-    `warn` is called and each word counts as one token.
+    `limits` replace those of the blueprint. `timeout` is in seconds of virtual time per request. The model's tokenizer
+    encodes the texts of a trace. If the tokenizer is not on this disk, `warn` is called and each word counts as one
+    token. Raises ConfigError if the limits exceed the blueprint's memory reservation.
     """
     engine = blueprint.engine(**limits)
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
@@ -114,7 +114,10 @@ def simulate_run(
 
 @contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Make Ctrl-C raise KeyboardInterrupt within the block, which never returns to the event loop and its handler."""
+    """Make Ctrl-C raise KeyboardInterrupt at once within the block.
+
+    The event loop's own handler would act only after the block, which never returns to the event loop.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -187,7 +187,7 @@ def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:
 
 
 def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
-    """Return the knobs in `text` (--knobs), or all that no flag fixes. Raises LlmschedError for a fixed one."""
+    """Return the knobs in `text` (--knobs), or all knobs that no flag fixes. Raises LlmschedError for a fixed knob."""
     fixed = _FIXED & options.given.keys()
     if text is None:
         return tuple(knob for knob in KNOBS if knob not in fixed)
@@ -200,9 +200,9 @@ def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
 
 
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
-    """Return the path of the profile to write: by default the model's name, and that of a simulated device.
+    """Return the path of the profile to write. Raises LlmschedError if no file can be written there.
 
-    Raises LlmschedError if no file can be written there.
+    The default name is the model's name, followed in a simulation by the name of the device.
     """
     called = Path(model_name(model)).name
     usual = f"{called}-{simulate}" if simulate else called

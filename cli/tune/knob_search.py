@@ -17,7 +17,8 @@ class SearchSpace:
     """Space of a search: the knobs to vary, the values to try, and the setting to start from.
 
     `budgets` are the values of max_num_batched_tokens to try, ascending. `max_num_seqs` and `max_headroom` are the
-    largest values to try. `refused` maps token budgets that do not fit into memory to the error.
+    largest values to try. `refused` maps budgets that do not fit into memory to the error that building the engine
+    raised.
     """
 
     knobs: tuple[str, ...]
@@ -69,7 +70,10 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 
 
 async def _look_around(space: SearchSpace, race: Race) -> None:
-    """Race the leader's token budget, found with start values of other knobs, against its neighbours until it stays."""
+    """Race the leader's token budget against the next smaller and larger ones until the leader stays the same.
+
+    The first race of token budgets used the start values of the other knobs. Since then these have changed.
+    """
     leader = race.history.leader()
     if leader is None or "max_num_batched_tokens" not in space.knobs:
         return
@@ -86,7 +90,7 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
 
 
 def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
-    """Return the settings to race for a knob, from the best so far on, or the reason to skip the knob."""
+    """Return the settings to race for a knob, starting with the best so far, or the reason to skip the knob."""
     incumbent = history.leader()
     known = [run.demand for run in history.all_runs if run.demand is not None]
     if incumbent is None or not known:

@@ -45,7 +45,10 @@ class PeakDemand:
 
 
 def parse_knobs(text: str) -> tuple[str, ...]:
-    """Parse comma-separated knob names, into the order of KNOBS. Raises LlmschedError for an unknown name or none."""
+    """Return the names in a comma-separated list, in the order of KNOBS.
+
+    Raises LlmschedError if a name is unknown or if the list is empty.
+    """
     given = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     if unknown := [name for name in given if name not in KNOBS]:
         raise LlmschedError(f"--knobs: {unknown[0]!r} is not a knob; choose from {', '.join(KNOBS)}")
@@ -55,7 +58,7 @@ def parse_knobs(text: str) -> tuple[str, ...]:
 
 
 def powers_of_two(low: int, high: int) -> list[int]:
-    """Return `low`, `high` and the powers of two between. Raises LlmschedError unless 1 <= low <= high."""
+    """Return both bounds and the powers of two between them. Raises LlmschedError unless 1 <= low <= high."""
     if not 1 <= low <= high:
         raise LlmschedError(
             f"cannot sweep from {low} to {high}: the lower bound must be at least 1 and at most the upper bound"
@@ -102,8 +105,8 @@ def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
     """Return `setting`, then copies whose target_itl is derived from the SLOs for ITL and TPOT, or is off.
 
-    Each target_itl is combined with the present token budget and with `largest`, which may be better because target_itl
-    makes it a mere limit.
+    Each target_itl is combined with the present token budget and with `largest`. With target_itl the token budget only
+    limits the size of a step, so the largest may be better.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")

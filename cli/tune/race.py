@@ -1,8 +1,8 @@
 """Race of settings: all settings get short runs, and the leaders get longer runs until the winner is clear.
 
 The method is successive halving (Jamieson and Talwalkar, 2016). In a round, all settings serve the same requests, one
-after the other, in reverse order every second round, so that drift of the machine's speed affects all alike. If a run
-raises an exception, the setting counts as not working, and the race goes on.
+setting after the other. Every second round has the reverse order, so that drift of the machine's speed affects all
+settings alike. If a run raises an exception, the setting counts as not working, and the race goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TrialRunner(Protocol):
     """Interface of a runner, which serves a load with a given setting and returns the figures."""
 
     async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        """Serve the first requests of a round with a setting. Any exception means that it does not work."""
+        """Serve the first `requests` requests of a round. Any exception means that the setting does not work."""
         ...
 
     def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
@@ -54,7 +54,7 @@ async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_in
 
 
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
-    """Return the possible lengths of a round in requests, ascending: at least 2 x `concurrency`, for the ramp-up."""
+    """Return the possible lengths of a round in requests, ascending, from 2 x `concurrency` to outlast the ramp-up."""
     least = min(requests, 2 * concurrency)
     return tuple(sorted({max(least, math.ceil(share * requests)) for share in RUNGS}))
 
@@ -147,7 +147,7 @@ class Race:
     ) -> list[Setting]:
         """Run each setting once, except settings that are pruned. Return the settings that ran.
 
-        `done` of `total` requests of the stage have been sent so far.
+        The stage has sent `done` requests so far, and is expected to send `total`.
         """
         backwards = self._num_rounds % 2 == 1
         left = settings[::-1] if backwards else list(settings)
@@ -217,7 +217,7 @@ class Race:
         return [setting for setting in good if setting in near[:MOST_CONTENDERS]]
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return the settings that work and meet the SLOs, up to the factor SLACK after only short runs."""
+        """Return the settings that work and meet the SLOs. Short runs may exceed an SLO by the factor SLACK."""
         good = []
         for trial in map(self.history.trial, settings):
             short = trial.completed and not trial.failed and trial.longest < self.full
@@ -226,7 +226,7 @@ class Race:
         return good
 
     def _in_time(self, settings: Sequence[Setting], requests: int, share: float = 1.0) -> bool:
-        """Return True if a round is expected to end in a `share` of the time limit; otherwise set `out_of_time`."""
+        """Return True if a round is expected to end within `share` of the time limit; else set `out_of_time`."""
         if not self._pace:
             return True
         typical = sum(self._pace.values()) / len(self._pace)

@@ -1,8 +1,8 @@
 """Ranking of settings by their runs on a machine whose speed drifts.
 
-All settings of a round served the same requests at nearly the same time. The model is log(score) = effect of the
-setting + effect of the round + noise. It is fitted by least squares, weighted by numbers of requests (two-way layout
-with empty cells; Scheffe, The Analysis of Variance, 1959).
+All settings of a round served the same requests at nearly the same time, so the effect of the round can be removed. The
+model is log(score) = effect of the setting + effect of the round + noise. It is fitted by least squares, and each run
+is weighted by its number of requests (two-way layout with empty cells; Scheffe, The Analysis of Variance, 1959).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ranking:
     def __init__(
         self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
     ) -> None:
-        """Rank all settings that have a run with a score. `exact`: repeating a run gives the same score."""
+        """Rank all settings that have a run with a score. `exact` means that a repeated run gives the same score."""
         scored = [(run, value) for run in runs if (value := score(run)) is not None]
         zero = {run.setting for run, value in scored if value <= 0}
         scored = [(run, value) for run, value in scored if run.setting not in zero]
@@ -74,7 +74,8 @@ class Ranking:
     def noise(self, one: Setting, other: Setting) -> float:
         """Return the share by which the scores of two settings must differ to count as different.
 
-        It is the standard error of the difference, kept between NOISE_FLOOR (also for exact runs) and NOISE_CEILING.
+        The share is the standard error of the difference, kept between NOISE_FLOOR and NOISE_CEILING. For exact runs it
+        is NOISE_FLOOR.
         """
         if self._exact:
             return NOISE_FLOOR

@@ -63,7 +63,7 @@ class ResumableRunner:
         self.path.unlink(missing_ok=True)
 
     def _keep(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry to the journal. If this fails, warn once and let the search continue without it."""
+        """Append an entry to the journal. If this fails, warn once and stop recording; the search continues."""
         if self._writable:
             try:
                 self._write(_line(entry), mode="a")

@@ -55,7 +55,8 @@ class TrialLoad(NamedTuple):
 class EngineRunner:
     """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it has failed.
 
-    Every run starts with an empty prefix cache. All settings of a round get the same prompts, each round new ones.
+    Every run starts with an empty prefix cache. All settings of a round get the same prompts. Each round has new
+    prompts.
     """
 
     def __init__(self, config: EngineConfig, work: TrialLoad, progress: Progress) -> None:
@@ -204,7 +205,7 @@ class StepWatch:
     def cost(self) -> LearnedCost | None:
         """Fit a cost model to the recorded steps. Return None if there are too few steps.
 
-        Gaps between steps count by their median; the mean would include the time that an idle engine waits.
+        The model uses the median gap between steps, because the mean would include the time that an idle engine waits.
         """
         if len(self._steps) < _MIN_STEPS:
             return None

@@ -17,7 +17,10 @@ MAX_SAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class ThinnedSamples:
-    """Distribution of a latency in seconds: sorted values, each for `each` samples, and exact sum and maximum."""
+    """Distribution of one latency in seconds: sorted values, each of which stands for `each` samples.
+
+    `total` and `most` are the exact sum and maximum of all samples.
+    """
 
     values: tuple[float, ...] = ()
     each: int = 1
@@ -26,7 +29,7 @@ class ThinnedSamples:
 
 
 def thinned(samples: Iterable[float]) -> ThinnedSamples:
-    """Return the samples, sorted, or every k-th of them with the smallest k that leaves at most MAX_SAMPLES."""
+    """Return the sorted samples or, if there are more than MAX_SAMPLES, only every k-th, with the smallest such k."""
     ordered = sorted(samples)
     if not ordered:
         return ThinnedSamples()
@@ -45,7 +48,7 @@ def pooled(parts: Sequence[ThinnedSamples]) -> Summary:
 
 
 def pooled_statistic(parts: Sequence[ThinnedSamples], name: str) -> float | None:
-    """Return a statistic (see `percentiles.statistic`) of several runs' samples, pooled; None without samples."""
+    """Return a statistic of the pooled samples of several runs, by its name in `percentiles`; None without samples."""
     if name in ("mean", "max"):
         found: float | None = getattr(pooled(parts), name)
         return found

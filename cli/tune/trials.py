@@ -50,7 +50,10 @@ class Trial:
 
 
 def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
-    """Pool a setting's runs into a trial, infeasible if a request failed, none had output, or an SLO was missed."""
+    """Pool the runs of a setting into a trial.
+
+    The trial is infeasible if a request failed, if no request had any output, or if an SLO was missed.
+    """
     rounds = sum(run.requests > 0 for run in runs)
     broken = next((run.problem for run in runs if run.problem is not None), None)
     longest = max((run.requests for run in runs), default=0)
@@ -174,7 +177,7 @@ class TrialHistory:
         return contenders[self.ranking().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
 
     def relative(self) -> dict[Setting, float]:
-        """Return each setting's score divided by that of the best, or by the highest if none is feasible.
+        """Return the score of each setting divided by the score of the best, or by the highest if none is feasible.
 
         Unlike rates, these ratios can be compared between settings that ran in different rounds or had shorter runs.
         """
@@ -191,7 +194,7 @@ class TrialHistory:
         return sorted(missed, key=lambda trial: trial.miss)
 
     def nearest_miss(self) -> Trial | None:
-        """Return the trial with the smallest `miss` of an SLO, if any, among those with the longest runs."""
+        """Return the trial with the smallest `miss` among the longest runs that missed an SLO, if there is one."""
         missed = self.missed()
         longest = max((trial.longest for trial in missed), default=0)
         return next((trial for trial in missed if trial.longest == longest), None)

@@ -25,7 +25,7 @@ _BUDGET_AXIS = "max_num_batched_tokens, logarithmic"
 
 
 def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
-    """Return the report as a JSON object. Key names give the units, unknown figures are null."""
+    """Return the report as a JSON object. The key names give the units. Unknown figures are null."""
     history, task = outcome.history, outcome.task
     best, nearest = history.best(), history.nearest_miss()
     return {

@@ -52,8 +52,8 @@ class TuneTask:
 
     The best settings get up to `rounds` full runs. `timeout` limits each request and `time_limit` the whole search,
     both in seconds. `smallest` is the smallest token budget to try. The profile is written to `destination`, and the
-    search journal beside it, from which the search continues with `resume`. With `warm_start` it starts from the latest
-    profile of the same model and device.
+    search journal beside it. With `resume` the search continues from that journal. With `warm_start` it starts from the
+    latest profile of the same model and device.
     """
 
     model: str
@@ -119,7 +119,7 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
 
 
 async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
-    """Search on a simulated device: a GPU, or "local" for the one that `llmsched calibrate` measured."""
+    """Search for the best setting on a simulated GPU, or on "local", the device that `llmsched calibrate` measured."""
 
     async def simulate(config: EngineConfig) -> Blueprint:
         return make_blueprint(config, device, progress)

@@ -57,10 +57,11 @@ class ArrivalFigures:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Recommended settings. None means unknown, for lack of answer lengths or prompts.
+    """Recommended settings.
 
     `max_model_len` fits every request. With half that length, the share `refused_by_half` of requests would be refused.
-    `headroom_by_running` maps numbers of running requests to the share of blocks to keep free (see `headroom`).
+    `headroom_by_running` maps numbers of running requests to the share of blocks to keep free (see `headroom`). It is
+    None if answer lengths are unknown. `prefix_caching` is None if the prompts are unknown.
     """
 
     max_model_len: int

@@ -19,8 +19,8 @@ PIN_SHARE = 0.05
 class Coverage:
     """Share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
 
-    If not `exact`, `tokens` is within a block of the trace and `share` counts prompts that share all of this block, so
-    the true share may be larger.
+    If `exact` is False, `tokens` is not a multiple of the trace's block length. Then `share` counts prompts that share
+    the whole block, so the true share may be larger.
     """
 
     tokens: int

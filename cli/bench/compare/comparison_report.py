@@ -19,7 +19,8 @@ from llmsched.engine.units import human_bytes
 def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
     """Return the JSON report: `runs` in the order of the command line, and `ratios` of the later runs to the first.
 
-    Each run has the keys of `bench --json` over all rounds, and in `rounds` the main figures of each round.
+    Each run has the keys of `bench --json`, computed over all rounds, and a key `rounds` with the main figures of each
+    round. A ratio is null if it is undefined.
     """
     runs = [_run_json(variant) for variant in variants]
     first, *others = runs

@@ -30,7 +30,7 @@ class VariantEngines:
     """Engines in this process, one per variant. Variants that need the same memory share weights and KV memory."""
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Give variants without a token budget the device's default. Raises ConfigError for an absent device."""
+        """Set missing token budgets to the device's default. Raises ConfigError if the device does not exist."""
         from llmsched.engine.device import device_memory
         from llmsched.engine.memory.planner import token_budget
 

@@ -37,7 +37,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits that flags set (see `KneeGoal`). `highest` is the highest rate in requests per second (None: default)."""
+    """Limits of a search (see `KneeGoal`). `highest` is the highest rate to try, in requests per second."""
 
     highest: float | None
     attainment: float
@@ -56,7 +56,7 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a knee search, with reports of runs of the idle target and of a burst, if they were made."""
+    """Result of a knee search. `idle` and `burst` are reports of runs, or None if the search did not need these."""
 
     goal: KneeGoal
     slo: Slo
@@ -136,7 +136,7 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search. Unless flags set them, `burst` gives the highest rate and `idle` the lowest."""
+    """Return the goal of the search. Without flags, `burst` determines the highest rate and `idle` the lowest."""
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")

@@ -73,7 +73,7 @@ class Knee:
 
 
 async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal) -> Knee:
-    """Find the knee with at most MAX_ATTEMPTS calls of `attempt`, which returns the attainment at a rate per second."""
+    """Find the knee with at most MAX_ATTEMPTS calls of `attempt`, which returns the attainment at a request rate."""
     attempts: list[Attempt] = []
     while len(attempts) < MAX_ATTEMPTS and (rate := next_rate(attempts, goal)) is not None:
         attempts.append(Attempt(rate, await attempt(rate)))
@@ -104,7 +104,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return the highest met rate below all missed rates, and the lowest missed rate; None where there is none."""
+    """Return the highest met rate below all missed rates, and the lowest missed rate. Either may be None."""
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:
         by_rate.setdefault(attempt.rate, []).append(attempt.attainment)

@@ -36,7 +36,7 @@ def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """Return the saved request whose id or else index is `name`. Raises LlmschedError if the file has none."""
+    """Return the saved request with the id or, failing that, the index `name`. Raises LlmschedError without one."""
     found: dict[str, Any] | None = None
     try:
         if path.is_char_device():

@@ -45,8 +45,8 @@ class ReportContent:
 class Result:
     """Result of a mode of `bench`: the JSON report and its content. If `well` is False, the exit code is 1.
 
-    `rows` are the JSON reports of single runs, for the CSV file. `run` is for --save-detailed. Only the HTML page shows
-    `detail`.
+    `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. Only the
+    end of the HTML page shows `detail`.
     """
 
     report: Mapping[str, Any]

@@ -49,7 +49,10 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
 
 
 def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float]]]) -> Chart:
-    """Return a chart of cumulative distributions in ms of `samples` in seconds, a list per request, by name."""
+    """Return a chart of cumulative distributions in ms, with one line per name.
+
+    `samples` maps each name to lists of samples in seconds, one list per request.
+    """
     lines = [Series(name, distribution([1e3 * x for one in found for x in one])) for name, found in samples.items()]
     return Chart(title, "ms, logarithmic", "% of samples at or below", tuple(lines), log_x=True)
 

@@ -59,7 +59,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class FigureCheck:
-    """Check of one figure by the script, the server's log, and the bench. Times are in ms, rates per second.
+    """Check of one figure: its value by the script, by the server's log and as measured, in ms or per second.
 
     An error that exceeds `allowed` by at most `excuse` may be due to other work on the machine.
     """
@@ -158,7 +158,7 @@ async def _attempt(root: str, probe: Probe) -> tuple[list[FigureCheck], float]:
 
 @asynccontextmanager
 async def scripted_server() -> AsyncIterator[str]:
-    """Yield the URL of the scripted server, which runs while the block does. Raises LlmschedError if it fails to."""
+    """Start the scripted server, yield its URL, and stop it in the end. Raises LlmschedError if it does not start."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "llmsched.cli.bench.selfcheck.scripted_server"),
         stdin=asyncio.subprocess.PIPE,
@@ -202,7 +202,7 @@ async def bench_self(progress: Progress) -> Result:
 def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
     """Return the checks as a JSON object. Times are in ms, rates per second; `error` is measured - server.
 
-    If neither `right` (all figures) nor `wrong` (any figure) is True, a probe was disturbed.
+    `right` is True if all figures are right, `wrong` if any figure is wrong. Neither is True if a probe was disturbed.
     """
     return {
         "measured": True,

@@ -57,7 +57,7 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """Options of single formats: most `turns` from a ShareGPT conversation, tokens per block of a Mooncake trace."""
+    """Options: most requests (`turns`) from a ShareGPT conversation, and tokens per block of a Mooncake trace."""
 
     turns: int
     block_tokens: int

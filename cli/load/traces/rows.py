@@ -50,7 +50,7 @@ class Row:
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
-        """Return a number of tokens. Raises TraceError unless it is a whole number from 0 to MOST_TOKENS."""
+        """Return the number of tokens in a field. Raises TraceError unless it is whole and from 0 to MOST_TOKENS."""
         value = self.values.get(name)
         try:
             count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
@@ -72,7 +72,7 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a UTF-8 file, gzipped or not, without its byte order mark. Errors in the block become TraceErrors."""
+    """Open a UTF-8 file, which may be gzipped. An OSError or decoding error in the block becomes a TraceError."""
     try:
         if path.is_char_device():
             raise TraceError(f"{path} is a device, not a file")
@@ -126,7 +126,7 @@ def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
 
 
 def json_objects(path: Path) -> Iterator[Row]:
-    """Yield the objects of a file with one per line, or with a single array. Raises TraceError for other content."""
+    """Yield the JSON objects of a file, which are one per line or in an array. Raises TraceError for anything else."""
     if first_line(path).startswith("["):
         yield from _elements(path)
         return

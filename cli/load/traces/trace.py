@@ -35,8 +35,8 @@ class TraceRequest:
     """Request of a trace. `line` is the number of its line (or entry) in the file.
 
     `offset` is in seconds after the first request, or 0 if the trace has no times. The prompt is either `content`, or
-    `input_len` tokens, whose blocks `hash_ids` may name. The answer has `output_len` tokens or, if that is None, the
-    text `answer`. If both are None, its length is unknown.
+    `input_len` tokens; `hash_ids` name the blocks of these tokens, if the trace has blocks. The answer has `output_len`
+    tokens or, if that is None, the text `answer`. If both are None, the length of the answer is unknown.
     """
 
     line: int
@@ -83,7 +83,7 @@ class Trace:
 
 
 def digest(requests: Sequence[TraceRequest]) -> str:
-    """Return the requests' SHA-256 in hexadecimal, with times in whole microseconds, whatever the file's format."""
+    """Return the SHA-256 of the requests in hexadecimal, which does not depend on the format of the file."""
     found = hashlib.sha256()
     for request in requests:
         content = request.content
