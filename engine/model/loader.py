@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from llmsched.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 #: Files that hold a vocabulary. Without one of these, transformers would return an empty tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -167,6 +170,7 @@ def load_model(
             output_loading_info=True,
         )
     _check_complete(source, report)
+    _check_tied(source, model)
     model.requires_grad_(False)
     _move(model, device, progress)
     loaded: PreTrainedModel = model.eval()
@@ -186,6 +190,40 @@ def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
         raise ModelError(f"model {source.spec}: tensors whose shapes differ from config.json: {some(shapes)}")
     if errors := report.get("error_msgs") or report.get("conversion_errors"):
         raise ModelError(f"model {source.spec}: weights cannot be converted: {some([str(error) for error in errors])}")
+
+
+def _check_tied(source: ModelSource, model: PreTrainedModel) -> None:
+    """Raise ModelError if config.json ties lm_head to the embeddings but the files hold another lm_head.
+
+    transformers leaves the two apart in this case. The memory plan counts them once.
+    """
+    if not model._tied_weights_keys or not model.config.get_text_config().tie_word_embeddings:
+        return
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight.data_ptr() == embeddings.weight.data_ptr():
+        return
+    differing, total = int((head.weight != embeddings.weight).sum()), head.weight.numel()
+    raise ModelError(
+        f"model {source.spec}: config.json has tie_word_embeddings true, but lm_head.weight differs from the embeddings "
+        f"in {differing:,} of {total:,} values; set tie_word_embeddings to false, or remove lm_head.weight"
+    )
+
+
+def _check_vocabulary(source: ModelSource, info: ModelInfo, tokenizer: Tokenizer) -> None:
+    """Raise ModelError if the tokenizer has no tokens, or if the model has no embeddings for ordinary tokens, BOS or EOS.
+
+    Other added tokens without an embedding are logged. A prompt that contains one is refused.
+    """
+    ordinary = tokenizer.backend.get_vocab(with_added_tokens=False).values()
+    if not ordinary:
+        raise ModelError(f"model {source.spec}: its tokenizer has no tokens; download its tokenizer files again")
+    size = info.vocab_size
+    needed = max(*ordinary, tokenizer.bos_token_id or 0, *tokenizer.eos_token_ids) + 1
+    text = f"model {source.spec}: config.json has vocab_size {size:,}, but the tokenizer has token ids up to"
+    if needed > size:
+        raise ModelError(f"{text} {needed - 1:,}; the tokenizer belongs to another model, or vocab_size is wrong")
+    if tokenizer.vocab_size > size:
+        logger.warning("%s %s; prompts with the added tokens above are refused", text, f"{tokenizer.vocab_size - 1:,}")
 
 
 def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
@@ -262,6 +300,7 @@ def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
     model_config = load_config(source)
     tokenizer = load_tokenizer(source)
     info = load_info(source, model_config, tokenizer)
+    _check_vocabulary(source, info, tokenizer)
     device = resolve_device(config.device)
     dtype = getattr(torch, planned_dtype(config, computes_bf16=computes_bf16(device)))
     return OpenModel(source, model_config, tokenizer, info, device, dtype)

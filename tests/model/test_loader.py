@@ -218,6 +218,46 @@ def test_missing_embedding_of_a_tied_model(copy: Any) -> None:
     refused(path, "embed_tokens")
 
 
+def test_another_head_in_the_file_of_a_tied_model_is_refused(copy: Any) -> None:
+    path = copy("llama", tie_word_embeddings=True)
+    file = path / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, file)
+    load(path)  # an equal head is tied
+    other = state["model.embed_tokens.weight"].clone()
+    other[3:5] += 1
+    save_file({**state, "lm_head.weight": other}, file)
+    with pytest.raises(ModelError, match=rf"differs .* in {2 * other.shape[1]} of {other.numel():,} values; set tie_word"):
+        load(path)
+
+
+def test_a_vocabulary_below_the_tokenizers_ids_is_refused(copy: Any) -> None:
+    path = copy("llama")
+    edit_json(path / "config.json", vocab_size=50)
+    with pytest.raises(ModelError, match=r"vocab_size 50, but the tokenizer has token ids up to \d+; the tokenizer"):
+        open_model(EngineConfig(model=str(path)))
+
+
+def test_added_tokens_above_the_vocabulary_are_logged(copy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    path = copy("llama")
+    file = path / "tokenizer.json"
+    size = load_tokenizer(locate(str(path))).vocab_size
+    edit_json(path / "config.json", vocab_size=size)
+    added = json.loads(file.read_text())["added_tokens"]
+    kinds = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    edit_json(file, added_tokens=[*added, {"id": size, "content": "<mask>", **dict.fromkeys(kinds, False)}])
+    open_model(EngineConfig(model=str(path)))
+    assert f"vocab_size {size:,}, but the tokenizer has token ids up to {size:,}" in caplog.text
+
+
+def test_a_tokenizer_without_tokens_is_refused(copy: Any) -> None:
+    path = copy("llama")
+    file = path / "tokenizer.json"
+    edit_json(file, model={**json.loads(file.read_text())["model"], "vocab": {}, "merges": []})
+    with pytest.raises(ModelError, match="its tokenizer has no tokens"):
+        open_model(EngineConfig(model=str(path)))
+
+
 def test_tensor_without_a_place(copy: Any) -> None:
     path = copy("llama")
     tensors = load_file(path / "model.safetensors")
