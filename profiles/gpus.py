@@ -57,18 +57,17 @@ def gpus() -> dict[str, GpuSpec]:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the GPU called `name`, ignoring case, blanks and dashes ("H100", "RTX 4090", "a100-80gb").
+    """Return the GPU called `name`: its key, its product's or driver's name, or words of these ("4090", "A100 80G").
 
-    The beginning of a name is enough. Raises UnknownNameError if no GPU or several GPUs ("a100") fit.
+    Case, separators and vendor names do not matter. Raises UnknownNameError if no GPU or several GPUs ("a100") fit.
     """
-    wanted = _bare(name)
-    listed = {_bare(key): spec for key, spec in gpus().items()}
-    if wanted in listed:
-        return listed[wanted]
-    begun = [spec.key for bare, spec in listed.items() if wanted and bare.startswith(wanted)]
-    if len(begun) == 1:
-        return gpus()[begun[0]]
-    near = begun or [listed[bare].key for bare in get_close_matches(wanted, listed, cutoff=0.6)]
+    if (key := re.sub(r"[\s_]", "-", name.strip().lower())) in gpus():
+        return gpus()[key]
+    wanted = _words(name)
+    near = [key for key, words in _spellings().items() if wanted and wanted <= words]
+    if len(near) == 1 and ("laptop" in wanted) == ("laptop" in near[0]):
+        return gpus()[near[0]]
+    near = near or get_close_matches(key, gpus(), cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(gpus())}"
     raise UnknownNameError(f"{name!r} is not a known GPU; {hint}")
 
@@ -78,5 +77,17 @@ def same_gpu(one: str, other: str) -> bool:
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
 
 
-def _bare(name: str) -> str:
-    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
+@cache
+def _spellings() -> dict[str, set[str]]:
+    """Return, by key, all words in the names of a GPU, and its memory in GB as vendors round it ("24gb")."""
+    return {
+        spec.key: _words(f"{spec.key} {spec.name} {spec.driver_name} {-(-spec.memory // 2**33) * 8}gb")
+        for spec in gpus().values()
+    }
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a GPU's name in one spelling: "RTX4090" and "rtx-4090" have the words rtx and 4090."""
+    text = re.sub(r"(\d)\s*g(i?b)?\b", r"\1gb", name.lower())  # 80G, 80 GiB
+    text = re.sub(r"rtx(?=\w)|(?<=\d)ada\b|sxm(?=\d)", r" \g<0> ", text)
+    return set(re.findall(r"[a-z0-9]+", text)) - {"nvidia", "geforce", "tesla", "quadro", "gpu"}

@@ -15,7 +15,7 @@ from llmsched.engine.errors import setting
 from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory.changes import Change, MemoryDemand, changes
 from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.planner import ModelPlanner
+from llmsched.engine.memory.planner import SHIPPED, ModelPlanner
 from llmsched.profiles.gpus import gpus
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class BudgetAnalysis:
     def notes(self) -> Iterator[str]:
         """Yield the notes for the report: first those of the plan, then those on the layers, device and engine."""
         plan = self.plan
+        if self.planner.origin == SHIPPED:
+            yield f"config.json of {self.spec} is {SHIPPED}; the hub was not asked"
         yield from plan.notes
         yield from self._notes_on_layers()
         if plan.state_bytes:

@@ -24,6 +24,7 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
     plan, mean = analysis.plan, analysis.mean_len
     return {
         "model": analysis.spec,
+        "config_from": analysis.planner.origin,
         "dtype": analysis.dtype,
         "kv_cache_dtype": analysis.kv_dtype,
         "fits": analysis.fits,

@@ -41,14 +41,18 @@ from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.model.demo import cache_directory
-from llmsched.engine.model.source import fetch_config, locate
+from llmsched.engine.model.source import cached_config, fetch_config, locate
 from llmsched.engine.progress import Progress, silent
+from llmsched.profiles.shipped_models import shipped_configs
 
 #: Default of max_num_batched_tokens, by kind of device.
 DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
 
 #: The CUDA context with kernel code and cuBLAS workspaces; measured 0.3 to 0.5 GiB on cards from L4 to H100.
 CONTEXT_BYTES = 400 << 20
+
+#: Origin of a config.json that is not on this machine but is shipped with llmsched.
+SHIPPED = "a copy shipped with llmsched"
 
 #: Limit on KV memory on a CPU if kv_cache_memory_bytes is not set.
 DEFAULT_CPU_KV_BYTES = 4 << 30
@@ -192,6 +196,7 @@ class ModelPlanner:
     given: Weights | None = None
     cache: ConfigCache | None = None
     name: str = ""
+    origin: str = ""
     _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -259,27 +264,34 @@ def open_planner(
     QUANTIZATIONS, the plan is for a checkpoint in that format, and weight files are ignored. Raises ModelError for a
     model that cannot be read, and ConfigError if the quantization is unknown or does not apply.
     """
-    content, directory = _read_model(spec, progress)
+    content, directory, origin = _read_model(spec, progress)
     if quantization is not None:
         content, directory = quantised_config(content, quantization), None
     name = "" if spec.endswith(".gguf") else Path(spec).name
-    return ModelPlanner(content, directory, weights, ConfigCache(content, cache_directory() / "configs"), name)
+    cache = ConfigCache(content, cache_directory() / "configs")
+    return ModelPlanner(content, directory, weights, cache, name, origin)
 
 
-def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None]:
-    """Return the content of config.json, and the directory in which weight files may be (None: no such directory)."""
+def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None, str]:
+    """Return the content of config.json, the directory in which weight files may be, or None, and the origin.
+
+    For a hub id, the hub's cache on this machine comes first, then the configs shipped with llmsched, then the hub.
+    """
     path = Path(os.path.expanduser(spec))
     if path.is_dir() or path.name == "config.json":
         directory = path if path.is_dir() else path.parent
-        return with_quantization_file(read_config_file(path), directory), directory if path.is_dir() else None
+        content = with_quantization_file(read_config_file(path), directory)
+        return content, directory if path.is_dir() else None, str(path)
     if path.suffix == ".json":
-        return read_config_file(path), None
+        return read_config_file(path), None, str(path)
     if path.suffix == ".gguf":
         from llmsched.engine.model.gguf_config import gguf_settings
         from llmsched.engine.model.gguf_file import read_gguf
 
-        return gguf_settings(read_gguf(locate(spec).path)), None
+        return gguf_settings(read_gguf(locate(spec).path)), None, str(path)
     if path.exists():
         raise ModelError(f"model {spec}: is neither a directory, a config.json nor a .gguf file")
+    if spec in shipped_configs() and not cached_config(spec):
+        return shipped_configs()[spec], None, SHIPPED
     directory = locate(spec, progress).path if spec == "demo" else fetch_config(spec, progress).parent
-    return with_quantization_file(read_config_file(directory), directory), directory
+    return with_quantization_file(read_config_file(directory), directory), directory, str(directory)

@@ -204,13 +204,13 @@ def _check_tied(source: ModelSource, model: PreTrainedModel) -> None:
         return
     differing, total = int((head.weight != embeddings.weight).sum()), head.weight.numel()
     raise ModelError(
-        f"model {source.spec}: config.json has tie_word_embeddings true, but lm_head.weight differs from the embeddings "
-        f"in {differing:,} of {total:,} values; set tie_word_embeddings to false, or remove lm_head.weight"
+        f"model {source.spec}: config.json has tie_word_embeddings true, but lm_head.weight differs from the "
+        f"embeddings in {differing:,} of {total:,} values; set tie_word_embeddings to false, or remove lm_head.weight"
     )
 
 
 def _check_vocabulary(source: ModelSource, info: ModelInfo, tokenizer: Tokenizer) -> None:
-    """Raise ModelError if the tokenizer has no tokens, or if the model has no embeddings for ordinary tokens, BOS or EOS.
+    """Raise ModelError if the tokenizer has no tokens, or the model has no embedding for an ordinary token, BOS or EOS.
 
     Other added tokens without an embedding are logged. A prompt that contains one is refused.
     """

@@ -19,6 +19,9 @@ from llmsched.engine.proxies import check_proxies
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
 
+#: Seconds after which a hub that does not answer counts as unreachable.
+_HUB_TIMEOUT = 5.0
+
 
 class HubUnreachableError(ModelError):
     """Error for a hub that cannot be reached while its cache on this machine is incomplete."""
@@ -68,25 +71,49 @@ def _open_directory(spec: str, path: Path) -> ModelSource:
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
-    """Return a hub repository's config.json, downloaded or cached. Raises ModelError if it cannot be reached."""
+    """Return a hub repository's config.json, cached or downloaded. Raises ModelError if it cannot be reached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
+    if cached := cached_config(repo_id):
+        return cached
     progress(f"fetching config.json of {repo_id} from the Hugging Face hub", 0, 0)
     with _hub_failures(repo_id):
+        _check_reachable(repo_id)
         config = Path(hf_hub_download(repo_id, "config.json"))
         with suppress(EntryNotFoundError):
             hf_hub_download(repo_id, QUANTIZATION_FILE)
         return config
 
 
+def cached_config(repo_id: str) -> Path | None:
+    """Return the path of a hub repository's config.json in the hub's cache on this machine, or None."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(repo_id, "config.json")
+    except HFValidationError:  # not a hub id; fetching it says so
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _check_reachable(repo_id: str) -> None:
+    """Ask the hub for config.json's headers, once. A download would retry for half a minute without a connection."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    if not constants.HF_HUB_OFFLINE:
+        get_hf_file_metadata(hf_hub_url(repo_id, "config.json"), timeout=_HUB_TIMEOUT)
+
+
 def _download(repo_id: str, progress: Progress) -> Path:
     """Download a hub repository and return its directory; without a connection, the cached copy."""
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub import snapshot_download
 
     progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
     try:
         with _hub_failures(repo_id):
+            _check_reachable(repo_id)
             snapshot = Path(
                 snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
             )
@@ -95,10 +122,10 @@ def _download(repo_id: str, progress: Progress) -> Path:
             return snapshot
     except HubUnreachableError:
         # huggingface_hub counts a snapshot without its LICENSE as incomplete. The loader names files that it misses.
-        config = try_to_load_from_cache(repo_id, "config.json")
-        if not isinstance(config, str):
+        config = cached_config(repo_id)
+        if config is None:
             raise
-        return Path(config).parent
+        return config.parent
 
 
 @contextmanager
@@ -136,7 +163,11 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
         reason = f"the hub cannot be read: {one_line(error)}"
     except Exception as error:  # huggingface_hub converts few errors of its HTTP client
         check_proxies()
-        kind, reason = HubUnreachableError, f"the hub cannot be reached: {one_line(error)}"
+        kind = HubUnreachableError
+        reason = (
+            f"there is no such directory, the hub cannot be reached ({one_line(error)}), and its cache here lacks the "
+            f"model ({constants.HF_HUB_CACHE}); give a local directory, a .gguf file or demo"
+        )
     finally:
         log.setLevel(level)
     raise kind(f"model {repo_id}: {reason}")

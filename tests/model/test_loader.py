@@ -227,7 +227,9 @@ def test_another_head_in_the_file_of_a_tied_model_is_refused(copy: Any) -> None:
     other = state["model.embed_tokens.weight"].clone()
     other[3:5] += 1
     save_file({**state, "lm_head.weight": other}, file)
-    with pytest.raises(ModelError, match=rf"differs .* in {2 * other.shape[1]} of {other.numel():,} values; set tie_word"):
+    with pytest.raises(
+        ModelError, match=rf"differs .* in {2 * other.shape[1]} of {other.numel():,} values; set tie_word"
+    ):
         load(path)
 
 

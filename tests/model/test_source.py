@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 
 from llmsched.engine.errors import LlmschedError, ModelError, one_line
 from llmsched.engine.model.loader import load_config
-from llmsched.engine.model.source import locate
+from llmsched.engine.model.source import HubUnreachableError, fetch_config, locate
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -101,6 +104,24 @@ def test_a_socks_proxy_that_is_down_does_not_hide_the_cache(cached: Path, online
     for name in ("ALL_PROXY", "HTTPS_PROXY"):
         online.setenv(name, "socks5://127.0.0.1:1")
     assert locate("acme/tiny").path == cached / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize("fetch", [fetch_config, locate])
+def test_a_hub_that_is_down_is_asked_once(fetch: Callable[[str], object], online: pytest.MonkeyPatch) -> None:
+    """huggingface_hub would try six times, which takes half a minute."""
+    calls = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            with suppress(OSError):  # the test ends
+                while True:
+                    calls.append(server.accept()[0].close())
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        online.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(HubUnreachableError, match="the hub cannot be reached"):
+            fetch("acme/absent")
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,19 @@ def test_every_entry_is_plausible() -> None:
         ("a100_80gb", "a100-80gb"),
         ("Tesla T4", "t4"),
         ("v100", "v100-32gb"),
-        ("l40", "l40s"),
+        ("4090", "rtx4090"),
+        ("rtx-4090", "rtx4090"),
+        ("rtx4090-24gb", "rtx4090"),
+        ("nvidia/geforce_rtx_5090", "rtx5090"),
+        ("h100-sxm", "h100"),
+        ("H100 SXM5", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("A100-SXM4-80G", "a100-80gb"),
+        ("a100 40 GB", "a100-40gb"),
+        ("a6000", "rtxa6000"),
+        ("6000 ada", "rtx6000ada"),
+        ("l4 24 GiB", "l4"),
+        ("rtx 4070 laptop", "laptop-rtx4070"),
     ],
 )
 def test_spelling_does_not_matter(name: str, key: str) -> None:
@@ -40,7 +52,15 @@ def test_spelling_does_not_matter(name: str, key: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("a100", "a100-40gb or a100-80gb"), ("h10", "did you mean"), ("abacus", "known are t4"), ("", "known are t4")],
+    [
+        ("a100", "did you mean a100-40gb or a100-80gb or a100-80gb-pcie"),
+        ("h100 80gb", "did you mean h100-pcie or h100"),
+        ("l40", "did you mean l40s"),
+        ("4070", "did you mean laptop-rtx4070"),
+        ("h10", "did you mean"),
+        ("abacus", "known are t4"),
+        ("", "known are t4"),
+    ],
 )
 def test_an_unclear_name_is_refused_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(UnknownNameError, match=hint):
