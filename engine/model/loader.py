@@ -199,7 +199,8 @@ def _check_tied(source: ModelSource, model: PreTrainedModel) -> None:
     """
     if not model._tied_weights_keys or not model.config.get_text_config().tie_word_embeddings:
         return
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embeddings: Any = model.get_input_embeddings()
     if head is None or head.weight.data_ptr() == embeddings.weight.data_ptr():
         return
     differing, total = int((head.weight != embeddings.weight).sum()), head.weight.numel()
