@@ -41,10 +41,16 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory")
 _FOR_BLOCKS = {"cuda": setting("gpu_memory_utilization"), "cpu": setting("kv_cache_memory_bytes")}
 
 
-def build_engine(config: EngineConfig, progress: Progress = silent, metrics_prefix: str = "llmsched") -> Engine:
+def build_engine(
+    config: EngineConfig,
+    progress: Progress = silent,
+    metrics_prefix: str = "llmsched",
+    served_model_name: str | None = None,
+) -> Engine:
     """Load `config.model`, reserve its memory and return the engine. Weights are read after all other checks.
 
-    Raises ModelError for a model that cannot be loaded or served, and ConfigError for a setting that does not suit.
+    `served_model_name` is the model's name in metrics, by default its own. Raises ModelError for a model that cannot be
+    loaded or served, and ConfigError for a setting that does not suit.
     """
     check_servable(config)
     opened = open_model(config, progress)
@@ -61,7 +67,7 @@ def build_engine(config: EngineConfig, progress: Progress = silent, metrics_pref
         free -= plan.fixed_bytes + plan.kv_bytes
     swap = plan_swap(config.swap_space, plan.block_bytes, free)
     executor, plan = _load(opened, resolved, plan, swap, progress)
-    metrics = EngineMetrics(opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
+    metrics = EngineMetrics(served_model_name or opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     kv = make_kv(resolved, plan.num_blocks, swap, plan.layout)
     return Engine(resolved, opened.info, opened.tokenizer, executor, kv, plan=plan, metrics=metrics)
 

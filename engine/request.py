@@ -24,8 +24,8 @@ SEED_LIMIT = 1 << 63
 class SamplingParams:
     """Sampling parameters of a request, named as in the OpenAI API or, if OpenAI has no such parameter, as in vLLM.
 
-    With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 turns top_k
-    off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens,
+    With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 or -1 turns
+    top_k off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens,
     `prompt_logprobs` k those of the prompt. `max_tokens` 0 only computes the prompt. Raises RequestError, which names
     the field and its allowed range.
     """
@@ -54,7 +54,7 @@ class SamplingParams:
         within("n", self.n, 1, MAX_N)
         within("temperature", self.temperature, 0, 2)
         within("top_p", self.top_p, 0, 1)
-        within("top_k", self.top_k, 0, None)
+        within("top_k", self.top_k, -1, None)
         within("min_p", self.min_p, 0, 1)
         within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         within("presence_penalty", self.presence_penalty, -2, 2)

@@ -56,6 +56,10 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
     async def answer_http_error(request: Request, error: HTTPException) -> Response:
         """Answer an unknown route or a wrong method in OpenAI's error shape."""
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        if error.status_code == 404:
+            message += (
+                "; this server answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize and /detokenize"
+            )
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientDisconnect)

@@ -13,6 +13,8 @@ from llmsched.engine.units import human_bytes
 def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_key: bool) -> None:
     """Print the banner. Warn if the server listens on all interfaces without an API key."""
     render.table("llmsched serve", ("", ""), start_rows(engine, model_name), text_columns=2)
+    if ignored := engine.model.ignored_defaults:
+        render.warn(f"generation_config.json has fields that this server does not support: {', '.join(ignored)}")
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         if not has_key:

@@ -108,7 +108,7 @@ def serve(
 
     with detached_output():
         with render.progress_bar() as progress:
-            engine = build_engine(config, progress, metrics_prefix)
+            engine = build_engine(config, progress, metrics_prefix, served_model_name)
         render.show_log()
         if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan, config)):
             render.warn(f"the measured memory could not be saved in the profile: {problem}")

@@ -49,10 +49,8 @@ class Preparer:
             extra["prompt_logprobs"] = request.logprobs
         prepared = []
         for prompt in request.prompt:
-            token_ids = self._token_ids(prompt)
-            left = max(1, self._max_model_len - len(token_ids))
-            max_tokens = min(DEFAULT_MAX_TOKENS, left) if request.max_tokens is None else request.max_tokens
-            sampling = self._sampling(request, max_tokens, extra)
+            token_ids = self._token_ids(prompt, request.parse_special is not False)
+            sampling = self._sampling(request, len(token_ids), DEFAULT_MAX_TOKENS, extra)
             prepared.append(PreparedPrompt(token_ids, prompt if isinstance(prompt, str) else None, sampling))
         return prepared
 
@@ -62,12 +60,9 @@ class Preparer:
         Raises RequestError for a bad parameter, and for messages that the template refuses or that cannot fit.
         """
         messages = self._messages(request.messages)
-        token_ids = render_chat(self._tokenizer, messages, **(request.chat_template_kwargs or {}))
-        max_tokens = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
-        if max_tokens is None:
-            max_tokens = max(1, self._max_model_len - len(token_ids))
+        token_ids = render_chat(self._tokenizer, messages, **request.template_kwargs())
         extra = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
-        return [PreparedPrompt(token_ids, None, self._sampling(request, max_tokens, extra))]
+        return [PreparedPrompt(token_ids, None, self._sampling(request, len(token_ids), self._max_model_len, extra))]
 
     def prefix(self, request: PrefixRequest) -> list[int]:
         """Return the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
@@ -99,11 +94,13 @@ class Preparer:
         self._refuse_surely_too_long(characters, "messages")
         return [message.model_dump(exclude_none=True) for message in messages]
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _token_ids(self, prompt: Prompt, parse_special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
         self._refuse_surely_too_long(len(prompt), "prompt")
-        return self._tokenizer.encode(prompt)
+        if parse_special:
+            return self._tokenizer.encode(prompt)
+        return self._tokenizer.encode(self._tokenizer.escape(prompt), escaped=True)
 
     def _refuse_surely_too_long(self, characters: int, param: str) -> None:
         """Raise RequestError if a text exceeds the context even if all tokens are the longest of the vocabulary."""
@@ -116,6 +113,16 @@ class Preparer:
                 code="context_length_exceeded",
             )
 
-    def _sampling(self, request: GenerationRequest, max_tokens: int, extra: dict[str, Any]) -> SamplingParams:
-        """Return the sampling parameters. Omitted fields come from generation_config.json, else the API's defaults."""
-        return SamplingParams(**{**self._defaults, **request.sampling_fields(), "max_tokens": max_tokens, **extra})
+    def _sampling(
+        self, request: GenerationRequest, prompt_tokens: int, default_max_tokens: int, extra: dict[str, Any]
+    ) -> SamplingParams:
+        """Return the sampling parameters. Omitted fields come from generation_config.json, else the API's defaults.
+
+        A default of max_tokens is cut to the room that the prompt leaves, and a default of min_tokens to max_tokens.
+        """
+        fields = {"max_tokens": default_max_tokens, **self._defaults, **request.sampling_fields(), **extra}
+        if (most := request.most_tokens) is None:
+            most = min(fields["max_tokens"], max(1, self._max_model_len - prompt_tokens))
+        if request.min_tokens is None and "min_tokens" in fields:
+            fields["min_tokens"] = min(fields["min_tokens"], max(most, 0))
+        return SamplingParams(**{**fields, "max_tokens": most})

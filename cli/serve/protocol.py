@@ -118,6 +118,7 @@ class GenerationRequest(Schema):
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int | None = None
@@ -137,6 +138,8 @@ class GenerationRequest(Schema):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
+    #: Special tokens in texts of the client become these tokens. Default: true for prompts, false for messages.
+    parse_special: bool | None = None
 
     # Accepted and ignored: OpenAI's bookkeeping fields and cache hints.
     user: Any = None
@@ -146,6 +149,11 @@ class GenerationRequest(Schema):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The limit of output tokens under either of its names, or None."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of SamplingParams that this request sets, without max_tokens."""
@@ -166,17 +174,66 @@ class CompletionRequest(GenerationRequest):
     best_of: Int | None = None
 
 
-class Message(Schema):
+#: Fields in which some clients put a part of a message that this server would not show to the model.
+_CONTENT_FIELDS = (
+    *("audio", "images", "image", "image_url", "videos", "video", "files", "file", "documents", "attachments", "parts"),
+    *("experimental_attachments", "text", "prefix", "partial", "tools", "functions"),
+)
+
+
+class ChatData(BaseModel):
+    """Strict base class for parts of a conversation. Other fields are the client's own notes, and ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class FunctionCall(ChatData):
+    """Function that the assistant has called. `arguments` is JSON text, or already an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(ChatData):
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
+class Message(ChatData):
     """Turn of a chat. `content` is a text or a list of text parts, which render_chat joins."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     name: str | None = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_form(cls, value: Any) -> Any:
+        """Fill in the content that an assistant or a tool may leave out, and convert functions to tools.
+
+        Raises an error for a field of _CONTENT_FIELDS that is not empty.
+        """
+        if not isinstance(value, dict):
+            return value
+        if lost := next((name for name in _CONTENT_FIELDS if value.get(name)), None):
+            raise PydanticCustomError("unknown_field", "field '{field}' is not supported", {"field": lost})
+        value = dict(value)
+        if value.get("role") == "function":
+            value["role"] = "tool"
+        if value.get("role") in ("assistant", "tool") and value.get("content") is None:
+            refusal = value.get("refusal")
+            value["content"] = refusal if isinstance(refusal, str) else ""
+        if value.get("role") != "assistant" and value.get("tool_calls"):
+            raise _wrong("only an assistant message can have tool_calls")
+        if not isinstance(value.get("reasoning_content"), str):
+            value.pop("reasoning_content", None)
+        if function_call := value.get("function_call"):
+            value["tool_calls"] = [{"type": "function", "function": function_call}]
+        return value
 
 
 class ChatRequest(GenerationRequest):
@@ -197,11 +254,22 @@ class ChatRequest(GenerationRequest):
     }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of render_chat besides the messages. Raises RequestError if one is given twice."""
+        names = ("add_generation_prompt", "continue_final_message", "parse_special")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        options = self.chat_template_kwargs or {}
+        for name in given.keys() & options.keys():
+            if given[name] != options[name]:
+                raise RequestError(name, f"{name} and chat_template_kwargs.{name} differ; give one of them")
+        return {**options, **given}
 
 
 class PrefixRequest(Schema):
@@ -262,6 +330,8 @@ def _request_error(error: ValidationError) -> RequestError:
 def _check_combinations(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options", "stream_options is only allowed when stream is true")
+    if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
+        raise RequestError("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     n = request.n or 1
     if isinstance(request, CompletionRequest):
         if request.best_of is not None and request.best_of != n:
@@ -269,12 +339,8 @@ def _check_combinations(request: GenerationRequest) -> None:
         if len(request.prompt) * n > MAX_CHOICES:
             product = f"n ({n}) x {len(request.prompt)} prompts = {len(request.prompt) * n} choices"
             raise RequestError("n", f"{product}; at most {MAX_CHOICES} are allowed")
-    if isinstance(request, ChatRequest):
-        if request.top_logprobs and not request.logprobs:
-            raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
-        both = {request.max_tokens, request.max_completion_tokens} - {None}
-        if len(both) > 1:
-            raise RequestError("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
 
 
 CLASS_HEADER = "x-llmsched-class"

@@ -37,7 +37,7 @@ Float64 = npt.NDArray[np.float64]
 class Filters(NamedTuple):
     """Filter parameters of S rows, each an array [S], with two 32-bit words of random `keys` [2, S] per row.
 
-    Temperatures are above 0. The values top_k 0, top_p 1 and min_p 0 turn a filter off.
+    Temperatures are above 0. The values top_k 0 or -1, top_p 1 and min_p 0 turn a filter off.
     """
 
     temperature: Float64

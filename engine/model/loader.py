@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import CRITICAL
@@ -17,6 +17,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
 from llmsched.engine.errors import ModelError, RequestError, one_line
 from llmsched.engine.lfs_pointer import refuse_lfs_pointer
+from llmsched.engine.model.generation_config import ignored_fields, sampling_defaults
 from llmsched.engine.model.source import ModelSource, locate
 from llmsched.engine.model.support import architecture_of, check_supported
 from llmsched.engine.progress import Progress, silent
@@ -32,9 +33,6 @@ logger = logging.getLogger(__name__)
 #: Files that hold a vocabulary. Without one of these, transformers would return an empty tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 GENERATION_CONFIG = "generation_config.json"
-#: SamplingParams fields that generation_config.json may set. Only PENALTY_FIELD applies if it sets do_sample to false.
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-PENALTY_FIELD = "repetition_penalty"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,8 @@ class ModelInfo:
     """Facts about a model that can be read without its weights.
 
     `max_position` is the longest context in tokens. `sampling_defaults` are the SamplingParams fields that
-    generation_config.json sets for requests that omit them.
+    generation_config.json sets for requests that omit them. `ignored_defaults` are fields of that file that would
+    change the output but are not supported.
     """
 
     name: str
@@ -50,7 +49,8 @@ class ModelInfo:
     vocab_size: int
     max_position: int
     eos_token_ids: frozenset[int]
-    sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored_defaults: Sequence[str] = ()
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
@@ -116,11 +116,9 @@ def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenize
     limit, _ = max_position(read_fields(config))
     if limit is None:
         raise ModelError(f"model {source.spec}: config.json states neither max_position_embeddings nor seq_length")
-    # With do_sample: false only repetition_penalty applies, as in transformers; temperature keeps the API's default.
-    names = (PENALTY_FIELD,) if generation.get("do_sample") is False else (*SAMPLING_FIELDS, PENALTY_FIELD)
-    defaults = {name: generation[name] for name in names if generation.get(name) is not None}
     try:
-        SamplingParams(**defaults)
+        defaults = sampling_defaults(generation)
+        SamplingParams(**{"max_tokens": int(limit), **defaults})
     except (RequestError, TypeError) as error:
         raise ModelError(f"model {source.spec}: {GENERATION_CONFIG}: {one_line(error)}") from error
     return ModelInfo(
@@ -130,6 +128,7 @@ def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenize
         max_position=int(limit),
         eos_token_ids=ends,
         sampling_defaults=defaults,
+        ignored_defaults=ignored_fields(generation, int(limit)),
     )
 
 

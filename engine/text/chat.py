@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from llmsched.engine.errors import RequestError
@@ -13,50 +16,214 @@ Message = Mapping[str, Any]
 #: Arguments of apply_chat_template that it does not pass to the template. Requests may not set them.
 _RESERVED = frozenset(
     {"conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"}
-    | {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens"}
 )
+#: Roles that every chat template shows to the model.
+_PLAIN_ROLES = ("user", "assistant")
+#: Types of content parts -> the key of their text.
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **template_kwargs: Any) -> list[int]:
+def render_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], /, *, parse_special: bool = False, **template_kwargs: Any
+) -> list[int]:
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
     `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template, which transformers runs in a
-    sandbox. The template writes all special tokens itself. Raises RequestError if the model has no chat template, the
-    template rejects the messages, or a keyword is reserved.
-    """
-    from jinja2 import TemplateError
+    sandbox. With `continue_final_message`, the prompt ends with the text of the last message instead. The template
+    writes all special tokens itself; those in messages and `template_kwargs` are plain text, as are other tokens with
+    which the template begins or ends a turn, unless `parse_special` is set.
 
+    Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or a keyword
+    is reserved.
+    """
     if tokenizer.chat_template is None:
         raise RequestError(
             "messages", "this model has no chat template, so it cannot chat; send text to /v1/completions instead"
         )
     if refused := _RESERVED & template_kwargs.keys():
         raise RequestError("chat_template_kwargs", f"{', '.join(sorted(refused))} cannot be set by a request")
-    flat = [_flatten(message, position) for position, message in enumerate(messages)]
-    options = {"add_generation_prompt": True, **template_kwargs}
+    continues = bool(template_kwargs.get("continue_final_message"))
+    options = {"add_generation_prompt": not continues, **template_kwargs}
+    if continues and options["add_generation_prompt"]:
+        raise RequestError(
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt are both true; only one of them can be",
+        )
+    shown = _shown(tokenizer, [_flatten(message, position) for position, message in enumerate(messages)], options)
+    if not parse_special:
+        shown = [_escaped(tokenizer, message, message.get("role", "user")) for message in shown]
+        options = _escaped(tokenizer, options)
+    text = _render(tokenizer, shown, options)
+    check_unicode(text, "messages")
+    return tokenizer.encode(text, add_special_tokens=False, escaped=not parse_special)
+
+
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """Return the text that the chat template writes. Raises RequestError if it rejects the messages."""
+    from jinja2 import TemplateError
+
+    conversation: Any = list(messages)
     try:
-        text = str(tokenizer.fast.apply_chat_template(flat, tokenize=False, **options))
+        return str(tokenizer.fast.apply_chat_template(conversation, tokenize=False, **options))
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
-        reason = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        tools = "" if all(map(_is_plain, messages)) else ", which include tool messages"
         raise RequestError(
             "messages",
-            f"the model's chat template refuses these messages: {reason[0] if reason else type(error).__name__}; "
+            f"the model's chat template refuses these messages{tools}: {reason}; "
             "change the messages, or send the whole prompt as text to /v1/completions",
         ) from error
-    check_unicode(text, "messages")
-    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
+    """Return `value` with the control tokens in its texts escaped.
+
+    In the assistant's messages these are only the special tokens; the model itself wrote the others.
+    """
+    if isinstance(value, str):
+        return tokenizer.escape(value, () if role == "assistant" else _turn_tokens(tokenizer))
+    if isinstance(value, Mapping):
+        return {_escaped(tokenizer, key, role): _escaped(tokenizer, each, role) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(tokenizer, each, role) for each in value]
+    return value
+
+
+@lru_cache(maxsize=8)
+def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Return the added tokens that the chat template writes around turns although the tokenizer has them as text."""
+    chat = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
+    for messages in (chat, chat[1:]):
+        with suppress(RequestError):
+            return tokenizer.written_tokens(_render(tokenizer, messages, {"add_generation_prompt": True}))
+    return []
+
+
+def _is_plain(message: Message) -> bool:
+    return message.get("role") != "tool" and not message.get("tool_calls")
+
+
+def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, Any]) -> list[Message]:
+    """Return the messages in the first of their forms that the template shows to the model completely.
+
+    Raises RequestError if there is no such form.
+    """
+    if all(message.get("role") in (None, *_PLAIN_ROLES) and _is_plain(message) for message in messages):
+        return messages
+    problem: RequestError | None = None
+    for form in _forms(messages):
+        with_objects = [_with_objects(message) for message in form]
+        try:
+            _check_shown(tokenizer, with_objects, options)
+            return with_objects
+        except RequestError as error:
+            problem = error
+        if with_objects != form:
+            with suppress(RequestError):
+                _check_shown(tokenizer, form, options)
+                return form
+    assert problem is not None
+    raise problem
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """Yield the messages as they are, and then in forms for templates that know fewer roles.
+
+    First, developer messages become system messages. Then, system messages become part of a user's turn beside them, at
+    first only those after the first message.
+    """
+    yield messages
+    if any(message.get("role") in ("system", "developer") for message in messages):
+        as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+        yield as_system
+        if as_system[0].get("role") == "system":
+            yield [as_system[0], *_in_user_turns(as_system[1:])]
+        yield _in_user_turns(as_system)
+
+
+def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with each system message joined to the user's turn beside it, or as a turn of its own."""
+    turns: list[Message] = []
+    after_system = False
+    for message in messages:
+        role = message.get("role")
+        is_system = role == "system"
+        if turns and turns[-1].get("role") == "user" and (is_system or (after_system and role == "user")):
+            joined = f"{turns[-1]['content']}\n\n{message['content']}"
+            turns[-1] = {**turns[-1], **message, "role": "user", "content": joined}
+        else:
+            turns.append({**message, "role": "user"} if is_system else message)
+        after_system = is_system
+    return turns
+
+
+def _with_objects(message: Message) -> Message:
+    """Return the message with the arguments of its tool calls as objects, which most templates expect, not as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        with suppress(TypeError, ValueError):
+            if isinstance(arguments := json.loads(function.get("arguments") or "{}"), dict):
+                function["arguments"] = arguments
+        calls.append({**call, "function": function})
+    return {**message, "content": message.get("content", ""), "tool_calls": calls}
+
+
+def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
+    """Raise RequestError unless the template shows the content of each message, and each tool call, to the model.
+
+    The check renders the conversation with a made-up word in place of each content and each function's name.
+    """
+    words: dict[str, str] = {}
+    marked: list[Message] = []
+    for position, message in enumerate(messages):
+        changes: dict[str, Any] = {}
+        if (role := message.get("role")) != "assistant" and message["content"]:
+            changes["content"] = f"content{position}word"
+            words[changes["content"]] = f"{role} messages"
+        if calls := message.get("tool_calls"):
+            names = [f"call{position}of{index}word" for index in range(len(calls))]
+            words.update(dict.fromkeys(names, "tool messages (tool_calls of the assistant)"))
+            changes["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": name}}
+                for call, name in zip(calls, names, strict=True)
+            ]
+        marked.append({**message, **changes})
+    text = _render(tokenizer, marked, options)
+    for word, what in words.items():
+        if word not in text:
+            raise RequestError(
+                "messages",
+                f"this model's chat template does not support {what}: it leaves them out of the prompt; "
+                "send their content in a user message",
+            )
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:
-    """Return the message with its text parts joined. Raises RequestError for a part of another type."""
-    content = message.get("content")
+    """Return the message with its text parts joined. Raises RequestError for a part of another type.
+
+    Without content, an assistant message that calls tools keeps none, and any other message has an empty one.
+    """
+    content, calls = message.get("content"), message.get("tool_calls") or ()
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                "messages", f"messages[{position}].tool_calls has a call without a function and its name"
+            )
+    if content is None:
+        return {key: value for key, value in message.items() if key != "content"} | ({} if calls else {"content": ""})
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
+        text = part.get(_TEXT_PARTS.get(str(kind), "")) if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
             raise RequestError(
                 "messages", f"messages[{position}].content has a part of type {kind}; only text parts are supported"
             )

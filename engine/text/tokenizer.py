@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.errors import RequestError
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SPIECE_SPACE = "\u2581"
+#: Mark that `Tokenizer.escape` puts between characters. Unicode reserves its two characters for use inside programs.
+_MARK = "\ufdd0\ufdd1"
 #: Byte-fallback token of SentencePiece.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -36,6 +38,9 @@ class Tokenizer:
         self.bos_token_id: int | None = fast.bos_token_id
         self.eos_token_ids = frozenset[int]() if fast.eos_token_id is None else frozenset({int(fast.eos_token_id)})
         self._added = self.backend.get_added_tokens_decoder()
+        self._special = sorted(
+            (token.content for token in self._added.values() if token.special), key=len, reverse=True
+        )
         # The steps of the decoder, as in tokenizer.json.
         backend = self.backend.decoder
         decoder: dict[str, Any] = {"type": "Sequence", "decoders": []}
@@ -52,15 +57,59 @@ class Tokenizer:
         template = self.fast.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, escaped: bool = False) -> list[int]:
         """Return the token ids of `text`, in which special tokens are recognised.
 
-        `add_special_tokens` adds the tokens around a text, often only BOS. Raises RequestError for a lone surrogate.
+        `add_special_tokens` adds the tokens around a text, often only BOS. `escaped` says that parts of the text come
+        from `escape`; they become the plain text that they were. Raises RequestError for a lone surrogate.
         """
         check_unicode(text, "prompt")
+        backend = self._unescaping if escaped and _MARK in text else self.backend
         # Unlike the backend's `encode`, this call releases the interpreter lock and computes no offsets.
-        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def escape(self, text: str, also: Iterable[str] = ()) -> str:
+        """Return `text` with marks in its special tokens and in the tokens `also`, so that they are not recognised.
+
+        Text around it can be added before `encode(..., escaped=True)`, which removes the marks.
+        """
+        for token in (_MARK, *self._special, *also):
+            if token in text:
+                text = text.replace(token, "".join(char + _MARK for char in token))
+        return text
+
+    def written_tokens(self, text: str) -> list[str]:
+        """Return the added tokens in `text` that are neither special nor blank, longest first."""
+        plain = (token.content for token in self._added.values() if not token.special)
+        return sorted((token for token in plain if token in text and token.strip()), key=len, reverse=True)
+
+    @cached_property
+    def _unescaping(self) -> tokenizers.Tokenizer:
+        """Copy of the backend that removes the marks of `escape` after it has recognised added tokens.
+
+        The backend looks for added tokens in the raw text, then normalises the text between them, and then looks for
+        those added tokens that are declared as normalised; the copy has no special token of that kind.
+        """
+        from tokenizers import AddedToken, Tokenizer, normalizers
+
+        copy: tokenizers.Tokenizer = Tokenizer.from_str(self.backend.to_str())
+        own = copy.normalizer
+        copy.normalizer = normalizers.Sequence([normalizers.Replace(_MARK, ""), *([own] if own is not None else [])])
+        copy.add_special_tokens(
+            [
+                AddedToken(
+                    token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,
+                )
+                for token in self._added.values()
+                if token.special and token.normalized
+            ]
+        )
+        return copy
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. Ids without a token are skipped. Bytes that form no character become U+FFFD."""

@@ -107,6 +107,15 @@ def test_ties_go_to_the_lower_id(settings: dict[str, float]) -> None:
     assert len(set(tokens)) > 1 or max(expected) == 1
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_minus_one_turns_top_k_off(top_p: float) -> None:  # N15
+    logits = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(5))
+    words = seeds_and_positions(8)
+    mixed = np.array([-1.0, 3.0] * 4)
+    off = drawn(logits, words, top_k=np.maximum(mixed, 0), top_p=top_p)
+    assert drawn(logits, words, top_k=mixed, top_p=top_p) == off
+
+
 @pytest.mark.parametrize("along", ["seeds", "positions"])
 def test_a_small_vocabulary_along_seeds_and_along_positions(along: str) -> None:
     shares = torch.tensor([0.1, 0.4, 0.0, 0.2, 0.3])

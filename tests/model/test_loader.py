@@ -421,7 +421,20 @@ def test_sampling_defaults_are_those_that_the_file_sets(copy: Any) -> None:
         "top_p": 0.95,
         "min_p": 0.1,
         "repetition_penalty": 1.1,
+        "max_tokens": 9,
     }
+    edit_json(path / "generation_config.json", min_new_tokens=99, top_k=-1, stop_strings="x", max_new_tokens=None)
+    defaults = info_of(path).sampling_defaults
+    assert (defaults["min_tokens"], defaults["top_k"], defaults["stop"]) == (99, -1, ("x",))  # N15
+
+
+def test_other_fields_that_would_change_the_output_are_told(copy: Any) -> None:  # N16
+    path = copy("llama")
+    harmless = {"num_beams": 1, "typical_p": 1.0, "guidance_scale": None, "max_length": 512, "use_cache": True}
+    edit_json(path / "generation_config.json", **harmless, length_penalty=2.0, suppress_tokens=[])
+    assert info_of(path).ignored_defaults == []
+    edit_json(path / "generation_config.json", num_beams=4, no_repeat_ngram_size=3, max_length=20, made_up="x")
+    assert set(info_of(path).ignored_defaults) == {"num_beams", "no_repeat_ngram_size", "max_length", "made_up"}
 
 
 def test_a_file_that_does_not_sample_leaves_its_penalty(copy: Any) -> None:

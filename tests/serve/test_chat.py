@@ -144,6 +144,60 @@ def test_defaults_of_the_model(
     assert [(sampling.temperature, sampling.top_k) for sampling in seen] == [(temperature, 64)] * 2
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "count"),
+    [
+        (PATH, {}, 7),
+        (PATH, {"max_tokens": 3}, 3),
+        (PATH, {"max_completion_tokens": 9}, 9),
+        ("/v1/completions", {}, 7),
+        ("/v1/completions", {"max_completion_tokens": 3, "max_tokens": 3, "stop": None}, 3),
+        ("/v1/completions", {"max_completion_tokens": 2, "top_k": -1}, 2),
+    ],
+)
+def test_limits_of_the_model(
+    make_server: Callable[..., ScriptedServer], path: str, fields: dict[str, Any], count: int
+) -> None:  # N02, N15, N16
+    server = make_server(sampling_defaults={"max_tokens": 7, "min_tokens": 5, "top_k": -1})
+    with httpx.Client(base_url=server.url) as http:
+        prompt: dict[str, Any] = {"messages": HELLO} if path == PATH else {"prompt": "x"}
+        answer = http.post(path, json={**prompt, **fields})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == count
+
+
+def prompt_of(http: httpx.Client, path: str = PATH, **fields: Any) -> list[int]:
+    answer = http.post(path, json={"max_tokens": 1, "return_token_ids": True, **fields})
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["prompt_token_ids"])
+
+
+def test_special_tokens_are_text_in_messages_and_tokens_in_prompts(http: httpx.Client) -> None:  # N18
+    text = "hi<|im_end|>"
+    messages = [{"role": "user", "content": text}]
+    assert prompt_of(http, messages=messages).count(2) == 1
+    assert prompt_of(http, messages=messages, parse_special=True).count(2) == 2
+    assert prompt_of(http, "/v1/completions", prompt=text).count(2) == 1
+    assert prompt_of(http, "/v1/completions", prompt=text, parse_special=False).count(2) == 0
+
+
+def test_a_final_message_is_continued(http: httpx.Client, server: ScriptedServer) -> None:  # N17
+    messages = [*HELLO, {"role": "assistant", "content": "The capital is"}]
+    ids = prompt_of(http, messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert server.tokenizer.decode(ids).endswith("The capital is")
+    answer = http.post(PATH, json={"messages": messages, "continue_final_message": True, "add_generation_prompt": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "continue_final_message"
+
+
+def test_tool_histories_without_a_place_in_the_template_are_refused(http: httpx.Client) -> None:  # N04
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = http.post(PATH, json={"messages": [*history, {"role": "tool", "content": "x", "tool_call_id": "1"}]})
+    assert answer.status_code == 400
+    assert "does not support tool messages" in answer.json()["error"]["message"]
+
+
 # -- the OpenAI client ------------------------------------------------------------------------------------------
 
 

@@ -56,7 +56,7 @@ def _lives_on(http: httpx.Client) -> Iterator[None]:
         (COMPLETIONS, "top_p", 1.5),
         (COMPLETIONS, "top_p", -0.1),
         (COMPLETIONS, "min_p", 2),
-        (COMPLETIONS, "top_k", -1),
+        (COMPLETIONS, "top_k", -2),
         (COMPLETIONS, "repetition_penalty", 0),
         (COMPLETIONS, "presence_penalty", 2.5),
         (COMPLETIONS, "frequency_penalty", -2.5),

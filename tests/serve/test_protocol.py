@@ -168,11 +168,16 @@ def test_what_is_not_supported_is_said(field: str, value: Any) -> None:
         ([], "messages"),
         ("hi", "messages"),
         ([{"content": "no role"}], "messages.0.role"),
-        ([{"role": "tool", "content": "x"}], "messages.0.role"),
+        ([{"role": "narrator", "content": "x"}], "messages.0.role"),
         ([{"role": "user"}], "messages.0.content"),
         ([{"role": "user", "content": 5}], "messages.0.content"),
         ([{"role": "user", "content": None}], "messages.0.content"),
-        ([*HELLO, {"role": "user", "content": "x", "colour": 1}], "messages.1: unknown field 'colour'"),
+        ([*HELLO, {"role": "user", "content": "x", "images": ["aGk="]}], "messages.1: field 'images' is not supported"),
+        ([{"role": "assistant", "content": "x", "prefix": True}], "messages.0: field 'prefix' is not supported"),
+        ([{"role": "assistant", "audio": {"id": "a"}}], "messages.0: field 'audio' is not supported"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "only an assistant message can have tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages.0.tool_calls.0.function: this field is"),
+        ([{"role": "assistant", "tool_calls": 5}], "messages.0.tool_calls"),
     ],
 )
 def test_messages(messages: Any, where: str) -> None:
@@ -186,6 +191,93 @@ def test_an_answer_of_ours_can_be_sent_back() -> None:
     assert len(chat(messages=[*HELLO, answer, *HELLO]).messages) == 3
 
 
+NOTES = {
+    "id": 5,
+    "reasoning": "hm",
+    "metadata": {"a": 1},
+    "annotations": [{"type": "url_citation"}],
+    "created_at": 1.5,
+    "images": [],
+    "prefix": False,
+    "type": "message",
+    "reasoning_content": ["not text"],
+    "made_up": [],
+}
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+def test_the_clients_notes_in_messages_are_ignored(role: str) -> None:  # N01
+    message = {"role": role, "content": "x"}
+    kept = chat(messages=[{**message, **NOTES}, {**message, "reasoning_content": "hm"}]).messages
+    assert [each.model_dump(exclude_none=True) for each in kept] == [message, {**message, "reasoning_content": "hm"}]
+
+
+def test_messages_without_content() -> None:  # N03, N04
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "refusal": "No."},
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "index": 0}]},
+        {"role": "assistant", "function_call": call["function"]},
+        {"role": "function", "name": "f", "content": None},
+    ]
+    assert [each.model_dump(exclude_none=True) for each in chat(messages=messages).messages] == [
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "No."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": ""},
+    ]
+
+
+PAYLOADS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "guidellm": (
+        completion,
+        {"max_tokens": 1, "max_completion_tokens": 1, "stop": None, "ignore_eos": True, "stream": True}
+        | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "guidellm chat": (chat, {"max_tokens": 1, "max_completion_tokens": 1, "stop": None, "ignore_eos": True}),
+    "lm-eval": (completion, {"max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "temperature": 0}),
+    "lm-eval chat": (
+        chat,
+        {"messages": [{"role": "user", "content": "x", "type": "text"}], "max_tokens": 256, "temperature": 0}
+        | {"stop": ["a", "b"], "seed": 1234},
+    ),
+    "langchain": (
+        completion,
+        {"temperature": 0.7, "max_tokens": 256, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1}
+        | {"logit_bias": {}, "seed": None, "logprobs": None},
+    ),
+    "langchain chat": (chat, {"stream": False, "temperature": None, "max_completion_tokens": 5, "stop": None}),
+    "open-webui": (chat, {"stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 50}),
+    "vllm bench": (
+        completion,
+        {"temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 5, "logprobs": None, "stream": True, "top_k": -1},
+    ),
+    "sglang bench": (completion, {"temperature": 0.0, "best_of": 1, "max_tokens": 5, "ignore_eos": True}),
+}
+
+
+@pytest.mark.parametrize("client", PAYLOADS)
+def test_what_clients_send(client: str) -> None:  # N02
+    call, fields = PAYLOADS[client]
+    limits = {fields.get("max_tokens"), fields.get("max_completion_tokens")} - {None}
+    assert call(**fields).most_tokens == limits.pop()
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_different_limits_are_refused(call: Any) -> None:
+    assert refusal(call, max_tokens=3, max_completion_tokens=4).param == "max_completion_tokens"
+
+
+def test_the_end_of_the_prompt_is_chosen_by_fields() -> None:  # N17
+    request = chat(continue_final_message=True, add_generation_prompt=False, chat_template_kwargs={"a": 1})
+    assert request.template_kwargs() == {"continue_final_message": True, "add_generation_prompt": False, "a": 1}
+    twice = chat(add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True})
+    with pytest.raises(RequestError, match=r"chat_template_kwargs\.add_generation_prompt differ"):
+        twice.template_kwargs()
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -195,7 +287,6 @@ def test_an_answer_of_ours_can_be_sent_back() -> None:
         {"logprobs": 3},
         {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"made_up": 1}},
-        {"max_tokens": 3, "max_completion_tokens": 4},
     ],
 )
 def test_chat_refuses(fields: dict[str, Any]) -> None:
