@@ -11,6 +11,7 @@ A file looks like this:
     max_num_batched_tokens = 256
 
     [slo]  [workload]  [model]  [device]  [versions]            # conditions under which the settings were found
+    [knee]                     # highest request rates that meet the SLOs, and the gain over the default
     [memory]                   # actual / predicted bytes, written by `tune` and by `serve --profile` when it starts
 """
 
@@ -41,7 +42,7 @@ from llmsched.profiles.toml_files import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_TABLES = ("engine", "slo", "workload", "model", "device", "versions", "memory")
+_TABLES = ("engine", "slo", "workload", "model", "device", "versions", "memory", "knee")
 #: Lines of the table [memory], up to the next table.
 _MEMORY = re.compile(r"^\[memory\][ \t]*(?:#.*)?\n(?:(?!\[).*\n?)*", re.MULTILINE)
 _KEYS = {"created", "measured", "reason", "trials", *_TABLES}
@@ -63,6 +64,7 @@ class TunedProfile:
     device: Mapping[str, Scalar] = field(default_factory=dict)
     versions: Mapping[str, Scalar] = field(default_factory=dict)
     memory: Mapping[str, Scalar] = field(default_factory=dict)
+    knee: Mapping[str, Scalar] = field(default_factory=dict)
     trials: tuple[Mapping[str, Scalar], ...] = ()
     reason: str = ""
     measured: bool = True

@@ -31,6 +31,9 @@ _WARN_SHARE = 0.25
 #: If the machine caused at least this share of a lag, messages name the machine, not the client, as the cause.
 _MOSTLY_MACHINE = 0.5
 
+#: The cause of a lag that the machine caused.
+BUSY = "because this machine was busy with other work"
+
 
 @asynccontextmanager
 async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[LoopLag]]:
@@ -123,7 +126,7 @@ def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[Served
 
     def cause(late: float) -> str:
         if machine >= _MOSTLY_MACHINE * late:
-            return "because this machine was busy with other work"
+            return BUSY
         return "because it had more to do than one core can; lower the load, or send it from several machines"
 
     first, gap = ttft.p50 or 0.0, (itl.mean or ttft.p50 or 0.0) * per_chunk

@@ -100,7 +100,7 @@ def show_content(name: str, content: Mapping[str, Any]) -> None:
     render.say(", ".join((f"{name}: {content['kind']}", origin, *filter(None, (content["created"],)))))
     if content.get("reason"):
         render.say(content["reason"])
-    tables = (*_TABLES, "memory", "cost")
+    tables = (*_TABLES, "knee", "memory", "cost")
     rows = [[table, key, _text(value)] for table in tables for key, value in content.get(table, {}).items()]
     render.table("", ["", "", ""], rows, text_columns=3)
     if not (records := content.get("trials") or content.get("steps") or ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,11 @@ from llmsched.cli.options.flags import ModelArgument, resolve_model, simulate_op
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.slo_flags import with_slo_options
 from llmsched.cli.output_files import check_file, writing
+from llmsched.cli.tune.choice import JudgedBy
 from llmsched.cli.tune.knobs import KNOBS, parse_knobs
 from llmsched.cli.tune.resume import state_path
 from llmsched.cli.tune.trials import Goal
-from llmsched.cli.tune.tune_report import as_json, make_profile, page, show
+from llmsched.cli.tune.tune_report import as_json, make_profile, page, say_profile, show
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
 from llmsched.cli.values import duration
 from llmsched.engine.config import EngineConfig
@@ -67,7 +69,7 @@ def tune(
             parser=typed(duration),
             metavar="DURATION",
             show_default="3min",
-            help="Time for the search. After the first round, a round starts only if it is expected to end in time.",
+            help="Time for the search, after the model has been loaded. A run that is not complete by then is dropped.",
         ),
     ] = 180.0,
     min_num_batched_tokens: Annotated[
@@ -80,6 +82,15 @@ def tune(
             help="Smallest token budget tried. --max-num-batched-tokens and --max-num-seqs limit the values tried.",
         ),
     ] = 32,
+    rate: Annotated[
+        JudgedBy,
+        typer.Option(
+            "--rate",
+            help="Rate by which settings are judged. knee: the highest request rate at which they meet the SLOs, or "
+            "the given load if it is at or past the default's knee. given: exactly the given load, with a look at 1.5 "
+            "and 2 times its rate; without an SLO, always given.",
+        ),
+    ] = "knee",
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue an interrupted search; give the same flags."),
@@ -99,7 +110,8 @@ def tune(
             "--output",
             metavar="NAME|PATH",
             show_default="the model's name, with the simulated device",
-            help="Profile to write.",
+            help="Profile to write. Without an SLO, a profile is written only with --output or after a question on a "
+            "terminal.",
         ),
     ] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -154,10 +166,17 @@ def tune(
         destination=_destination(output, name, simulate),
         resume=resume,
         warm_start=warm_start,
+        judged_by=rate,
     )
+    asks = not as_json_ and output is None and not slo.given() and sys.stdin.isatty() and sys.stderr.isatty()
+    writes = output is not None or bool(slo.given())
+    _announce(task, writes, asks)
     outcome = _run(task, simulate)
     best, written = outcome.history.best(), None
-    if best is not None:
+    if best is not None and asks:
+        show(outcome)
+        writes = typer.confirm(f"write these settings to {task.destination}?", default=True, err=True)
+    if best is not None and writes:
         try:
             written = save_profile(make_profile(outcome, best), str(task.destination))
         except ProfileError as problem:
@@ -168,14 +187,29 @@ def tune(
     if as_json_:
         render.emit_json(as_json(outcome, written))
     else:
-        show(outcome, written)
-    if written is None:
+        if best is None or not asks:
+            show(outcome)
+        say_profile(outcome, written)
+    if best is None:
         raise typer.Exit(1)
 
 
-def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:
+def _announce(task: TuneTask, writes: bool, asks: bool) -> None:
+    """Say before the search what it looks for and where the profile goes."""
     if not task.slo.given():
-        render.note("no SLO given (--slo-ttft, --slo-itl, ...): the highest throughput wins, whatever its latency")
+        render.note(
+            "no SLO given (--slo-ttft, --slo-itl, ...): the highest throughput under this load wins, whatever its "
+            "latency"
+        )
+    if writes:
+        render.note(f"the settings found will be written to {task.destination}")
+    elif asks:
+        render.note(f"at the end you are asked whether the settings found are written to {task.destination}")
+    else:
+        render.note("no profile will be written: without an SLO that needs --output NAME")
+
+
+def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:
     try:
         with render.progress_bar() as progress:
             job = tune_engine(task, progress) if simulate is None else tune_simulated(task, simulate, progress)

@@ -6,10 +6,12 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from llmsched.cli.options.flags import flag
 from llmsched.cli.tune.knobs import PeakDemand, Setting, headroom_settings, seqs_settings, target_settings
 from llmsched.cli.tune.race import Race
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import TrialHistory
+from llmsched.engine.errors import LlmschedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class SearchSpace:
     start: Setting
     max_num_seqs: int
     max_headroom: float
-    refused: Mapping[int, Exception] = field(default_factory=dict)
+    refused: Mapping[int, LlmschedError] = field(default_factory=dict)
 
 
 async def search(space: SearchSpace, race: Race) -> list[str]:
@@ -38,10 +40,12 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
     first = [space.start]
     if "max_num_batched_tokens" in space.knobs:
         first = [replace(space.start, max_num_batched_tokens=tokens) for tokens in space.budgets]
+    if history.default is not None and history.default not in first:
+        first = sorted([*first, history.default], key=lambda setting: setting.max_num_batched_tokens)
     await race.qualify("max_num_batched_tokens", first)
     for tokens, problem in sorted(space.refused.items()):
         setting = replace(space.start, max_num_batched_tokens=tokens)
-        history.add(TrialRun(setting, 0, 0, problem=f"does not fit: {' '.join(str(problem).split())}"))
+        history.add(TrialRun(setting, 0, 0, problem=f"does not fit: {' '.join(problem.text(flag).split())}"))
     for knob in space.knobs:
         if knob == "max_num_batched_tokens":
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -73,6 +74,12 @@ def largest_useful(concurrency: int, input_len: int) -> int:
     Steps with a larger token budget would never be full.
     """
     return 1 << (concurrency * input_len - 1).bit_length()
+
+
+def distance(one: Setting, other: Setting) -> tuple[int, float]:
+    """Return how far two settings differ: in how many other knobs, and in how many doublings of the token budget."""
+    others = sum(getattr(one, knob) != getattr(other, knob) for knob in KNOBS[1:])
+    return others, abs(math.log2(one.max_num_batched_tokens / other.max_num_batched_tokens))
 
 
 def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:

@@ -16,6 +16,8 @@ from llmsched.cli.tune.trials import Trial, TrialHistory, figure_name, judge
 #: A setting is pruned if its predicted rate is this share below the best, or its predicted latency this share above an
 #: SLO. The error of the model is added to the share.
 MARGIN = 0.15
+#: A setting is pruned for its latency only if the predicted latency is above this many times the SLO.
+FAR = 2.0
 #: Predictions are ignored if their largest remaining error (a log ratio) is above this value.
 MOST_ERROR = 0.5
 
@@ -67,7 +69,7 @@ def _late(
         shift, error = bias
         for setting in settings:
             said = trials[setting].held.get(name, 0.0) * math.exp(shift) if setting in trials else 0.0
-            if said > limit * (1 + MARGIN + 2 * error):
+            if said > limit * max(FAR, 1 + MARGIN + 2 * error):
                 figure = f"predicted {figure_name(name, history.slo)} {said * 1e3:.0f} ms"
                 found.setdefault(setting, f"not measured: {figure} is far above {limit * 1e3:g} ms")
     return found

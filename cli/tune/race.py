@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from llmsched.cli.tune.knobs import Setting
@@ -33,6 +34,10 @@ REACH = 0.08
 MOST_CONTENDERS = 3
 
 
+class OutOfTimeError(Exception):
+    """The time limit of the search ended a run before it was complete."""
+
+
 class TrialRunner(Protocol):
     """Interface of a runner, which serves a load with a given setting and returns the figures."""
 
@@ -45,10 +50,36 @@ class TrialRunner(Protocol):
         ...
 
 
+class RateRunner(TrialRunner, Protocol):
+    """TrialRunner that can also send its load at another request rate (None: as it is), see `TrialLoad.at_rate`."""
+
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun: ...
+
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtRate:
+    """TrialRunner that sends the load of another runner at one request rate."""
+
+    runner: RateRunner
+    rate: float | None
+
+    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+        return await self.runner.run(setting, requests, round_index, self.rate)
+
+    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+        return self.runner.predict(settings, requests, self.rate)
+
+
 async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_index: int) -> TrialRun:
     """Run a setting. If the runner raises an exception, return a failed run instead."""
     try:
         return await runner.run(setting, requests, round_index)
+    except OutOfTimeError:
+        raise
     except Exception as problem:
         return failed_run(setting, round_index, requests, problem)
 
@@ -121,7 +152,8 @@ class Race:
         before = next((run for run in ran if self.history.score(run)), None)
         if before is None or len(ran) < 3 or not self._in_time([before.setting], requests, FOR_SHORT_RUNS):
             return False
-        again = await self._run(before.setting, requests, round_index)
+        if (again := await self._run(before.setting, requests, round_index)) is None:
+            return False
         ratio = (self.history.score(again) or 0.0) / (self.history.score(before) or 1.0)
         if 1 - DISTURBED <= ratio <= 1 / (1 - DISTURBED) or not self._in_time(settings, requests, FOR_SHORT_RUNS):
             return False
@@ -153,6 +185,8 @@ class Race:
         left = settings[::-1] if backwards else list(settings)
         if prune and len(left) > 2:
             left.insert(1, left.pop())  # both ends first: the model interpolates between them
+        if not self._pace and (default := self.history.default) in left:
+            left.insert(0, left.pop(left.index(default)))  # so that even a search that runs out of time has its figures
         ran: list[Setting] = []
         while left:
             if prune and len(self.history.worked()) >= 2:
@@ -165,21 +199,29 @@ class Race:
                     break  # no untried setting is left
                 continue
             setting = left.pop(0)
-            await self._run(setting, requests, self._num_rounds)
+            if await self._run(setting, requests, self._num_rounds) is None:
+                break
             ran.append(setting)
             done += requests
             self._on_run(stage, done, max(done, total))
         self._num_rounds += 1
         return [setting for setting in settings if setting in ran]
 
-    async def _run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+    async def _run(self, setting: Setting, requests: int, round_index: int) -> TrialRun | None:
+        """Run a setting once. If the time limit ends the run, set `out_of_time` and return None."""
         if self.history.exact:
             # Exact runs of one length belong to one round, and a repeated run would give the same figures.
             round_index = self._lengths.index(requests)
             if known := [run for run in self.history.runs.get(setting, ()) if run.requests == requests]:
                 return known[0]
         start = self._now()
-        run = await attempt(self._runner, setting, requests, round_index)
+        try:
+            if self._pace and start >= self._start + self._time_limit:
+                raise OutOfTimeError
+            run = await attempt(self._runner, setting, requests, round_index)
+        except OutOfTimeError:
+            self.out_of_time = True
+            return None
         # A run restored from the journal returns at once, but has recorded its time.
         self._pace[setting] = (run.seconds or self._now() - start) / requests
         self.history.add(run)

@@ -61,11 +61,15 @@ class Ranking:
             zero, -math.inf
         )
 
-    def best(self, settings: Sequence[Setting]) -> Setting:
-        """Return the first of the settings whose score is within the noise of the highest score."""
+    def level(self, settings: Sequence[Setting]) -> list[Setting]:
+        """Return the settings whose scores are within the noise of the highest score, in the order given."""
         top = max(settings, key=self._effect)
         ahead = self._effect(top)
-        return next(s for s in settings if s == top or ahead - self._effect(s) <= -math.log1p(-self.noise(top, s)))
+        return [s for s in settings if s == top or ahead - self._effect(s) <= -math.log1p(-self.noise(top, s))]
+
+    def best(self, settings: Sequence[Setting]) -> Setting:
+        """Return the first of the settings whose score is within the noise of the highest score."""
+        return self.level(settings)[0]
 
     def ranked(self, settings: Sequence[Setting]) -> list[Setting]:
         """Return the settings by score, highest first, ignoring noise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import TrialRunner, attempt
+from llmsched.cli.tune.race import AtRate, OutOfTimeError, RateRunner, attempt
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.toml_files import read_file
@@ -28,33 +29,49 @@ class ResumableRunner:
     The first line of the JSON Lines file identifies the search; each further line holds a run or predictions.
     """
 
-    def __init__(self, runner: TrialRunner, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self,
+        runner: RateRunner,
+        path: Path,
+        about: Mapping[str, Any],
+        *,
+        resume: bool,
+        deadline: float | None = None,
+    ) -> None:
         """Start the journal at `path` or, with `resume`, continue it. `about` identifies the search.
 
         Raises LlmschedError if the journal belongs to another search, or if the file cannot be read or written.
         """
         self.path = path
         self._runner = runner
-        self._runs: dict[tuple[Setting, int, int], deque[TrialRun]] = defaultdict(deque)
+        self._runs: dict[tuple[Setting, int, int, float | None], deque[TrialRun]] = defaultdict(deque)
         self._predicted: deque[dict[Setting, TrialRun]] = deque()
         self._writable = True
+        self._deadline = deadline
         about = json.loads(json.dumps(about))
         if resume:
             self._read(about)
         else:
             self._write(_line({"about": about}), mode="w")
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        if known := self._runs[setting, requests, round_index]:
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+        """Return the run of the journal or a new one. Raises OutOfTimeError if the time limit ends it."""
+        if known := self._runs[setting, requests, round_index, rate]:
             return known.popleft()
-        run = await attempt(self._runner, setting, requests, round_index)
-        self._keep({"run": asdict(run)})
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                run = await attempt(AtRate(self._runner, rate), setting, requests, round_index)
+        except TimeoutError:
+            raise OutOfTimeError from None
+        self._keep({"run": asdict(run), "rate": rate})
         return run
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]:
         if self._predicted and (known := self._predicted.popleft()).keys() <= set(settings):
             return known
-        predicted = self._runner.predict(settings, requests)
+        predicted = self._runner.predict(settings, requests, rate)
         self._keep({"predicted": [asdict(run) for run in predicted.values()]})
         return predicted
 
@@ -96,8 +113,8 @@ class ResumableRunner:
         try:
             entries = [json.loads(line, parse_constant=_no_number) for line in complete]
             self._check(entries[0]["about"], about)
-            for run in [restore(entry["run"]) for entry in entries if "run" in entry]:
-                self._runs[run.setting, run.requests, run.round_index].append(run)
+            for run, rate in [(restore(entry["run"]), entry.get("rate")) for entry in entries if "run" in entry]:
+                self._runs[run.setting, run.requests, run.round_index, rate].append(run)
             for predicted in [map(restore, entry["predicted"]) for entry in entries if "predicted" in entry]:
                 self._predicted.append({run.setting: run for run in predicted})
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as problem:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,10 +17,12 @@ from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import RunRecord
 from llmsched.cli.load.load import Load, plan_first
 from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, TokenizerEncoder, WordEncoder, usable_ids
+from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.engine_target import EngineTarget, running, until_idle
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.race import OutOfTimeError
 from llmsched.cli.tune.trial_runs import TrialRun, run_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
@@ -42,7 +45,8 @@ _MAX_STEPS, _MIN_STEPS = 4096, 32
 class TrialLoad(NamedTuple):
     """Load that every setting serves, together with the SLOs to meet and the timeout of a request in seconds.
 
-    Random prompts are drawn from the token ids `ids`. `encode` turns the texts of a trace into token ids.
+    Random prompts are drawn from the token ids `ids`. `encode` turns the texts of a trace into token ids. A simulated
+    run ends with OutOfTimeError at `deadline`, a time of time.monotonic.
     """
 
     load: Load
@@ -50,6 +54,21 @@ class TrialLoad(NamedTuple):
     timeout: float
     ids: Sequence[int] = COMMON_IDS
     encode: TextEncoder = WordEncoder(COMMON_IDS)
+    deadline: float = math.inf
+
+    def at_rate(self, rate: float | None, requests: int) -> TrialLoad:
+        """Return the same load at another rate (None: unchanged), synthetic loads with at least `requests` requests.
+
+        At a rate, a closed loop becomes an open one. Raises ConfigError for a load without a single rate.
+        """
+        if rate is None:
+            return self
+        load = self.load.at_rate(rate)
+        if self.load.closed:
+            load = replace(load, max_concurrency=None)
+        if isinstance(load, SyntheticLoad) and load.num_prompts is not None:
+            load = replace(load, num_prompts=max(load.num_prompts, requests))
+        return self._replace(load=load)
 
 
 class EngineRunner:
@@ -83,13 +102,18 @@ class EngineRunner:
             self._warm.clear()
         return self._engine
 
+    def end_at(self, deadline: float) -> None:
+        """Set the time of time.monotonic at which predictions end."""
+        self._work = self._work._replace(deadline=deadline)
+
     async def close(self) -> None:
         """Stop the engine, if there is one."""
         self._engine = None
         await self._stack.aclose()
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        engine, work = await self.engine(), self._work
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+        engine = await self.engine()
+        work = self._work.at_rate(rate, requests)
         assert self._watch is not None
         start = asyncio.get_running_loop().time()
         await until_idle(engine)
@@ -100,6 +124,7 @@ class EngineRunner:
             self._warm.add(setting)
         await engine.call(lambda core: core.prefixes.reset())
         self._watch.peak_running = 0
+        used = CpuTimes.now()
         figures = await run_workload(
             target,
             work.load.with_seed(work.load.seed + round_index),
@@ -110,9 +135,12 @@ class EngineRunner:
             first=requests,
         )
         seconds = asyncio.get_running_loop().time() - start
-        return run_of(setting, round_index, requests, figures, self._watch.peak_running, seconds)
+        run = run_of(setting, round_index, requests, figures, self._watch.peak_running, seconds)
+        return replace(run, others_cpu=used.others_until(CpuTimes.now()))
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]:
         """Return simulated runs of the settings, if enough steps were recorded to fit a cost model.
 
         The simulation recomputes preempted requests, even if the engine swaps them.
@@ -121,11 +149,12 @@ class EngineRunner:
         if self._engine is None or self._engine.core.plan is None or cost is None:
             return {}
         config = replace(self._engine.core.config, swap_space=0, preemption_mode="recompute")
-        plan = self._engine.core.plan
-        runs = {}
-        for setting in settings:
-            kv = make_kv(config, plan.num_blocks, layout=plan.layout)
-            runs[setting] = simulated_run(SimulatedEngine(config, kv, cost), setting, requests, self._work)
+        plan, work = self._engine.core.plan, self._work.at_rate(rate, requests)
+        runs: dict[Setting, TrialRun] = {}
+        with suppress(OutOfTimeError):
+            for setting in settings:
+                kv = make_kv(config, plan.num_blocks, layout=plan.layout)
+                runs[setting] = simulated_run(SimulatedEngine(config, kv, cost), setting, requests, work)
         return runs
 
 
@@ -139,11 +168,14 @@ class SimulatedRunner:
         self._blueprint = blueprint
         self._work = work
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        run = simulated_run(self._blueprint.engine(), setting, requests, self._work)
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+        work = self._work.at_rate(rate, requests)
+        run = simulated_run(self._blueprint.engine(), setting, requests, work)
         return replace(run, round_index=round_index)
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]:
         return {}
 
 
@@ -158,6 +190,8 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
 
     def note_step(usage: KVUsage) -> None:
         nonlocal peak_running
+        if time.monotonic() >= work.deadline:
+            raise OutOfTimeError
         meter(usage)
         peak_running = max(peak_running, len(engine.scheduler.running))
 
@@ -175,6 +209,28 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
         RunRecord(clients.run(), engine.scheduler.counters.num_preemptions, meter=meter), work.load, work.slo
     )
     return run_of(setting, 0, requests, figures, peak_running, time.perf_counter() - start)
+
+
+class CpuTimes(NamedTuple):
+    """CPU seconds so far: those of all cores, idle or not, the idle ones, and those that this process used."""
+
+    total: float
+    idle: float
+    own: float
+
+    @classmethod
+    def now(cls) -> CpuTimes:
+        import psutil
+
+        cores = psutil.cpu_times()
+        # Linux counts guests in user time as well.
+        total = sum(cores) - getattr(cores, "guest", 0.0) - getattr(cores, "guest_nice", 0.0)
+        return cls(total, cores.idle + getattr(cores, "iowait", 0.0), time.process_time())
+
+    def others_until(self, later: CpuTimes) -> float:
+        """Return the share of all CPU time until `later` that other processes used."""
+        total, idle, own = (after - before for after, before in zip(later, self, strict=True))
+        return max(0.0, total - idle - own) / total if total > 0 else 0.0
 
 
 class StepWatch:

@@ -65,7 +65,7 @@ class TrialRun:
 
     `tokens_per_s` is the rate of output tokens, ramp-up excluded. `met` maps the name of each SLO, and "all", to the
     number of requests that met it. `samples` maps each name in FIGURES to its distribution. `problem` says why the
-    setting does not work.
+    setting does not work. `others_cpu` is the share of this machine's CPU time that other processes used.
     """
 
     setting: Setting
@@ -80,11 +80,19 @@ class TrialRun:
     samples: Mapping[str, ThinnedSamples] = field(default_factory=dict)
     demand: PeakDemand | None = None
     problem: str | None = None
+    others_cpu: float = 0.0
 
     @property
     def throughput(self) -> float | None:
         """Output tokens per second; None if the setting does not work."""
         return None if self.problem else self.tokens_per_s
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """Completed requests per second, ramp-up excluded; None without a rate."""
+        if self.tokens_per_s is None or not self.output_tokens:
+            return None
+        return self.tokens_per_s * self.completed / self.output_tokens
 
     @property
     def goodput_rps(self) -> float | None:

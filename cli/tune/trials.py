@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.knobs import Setting, distance
 from llmsched.cli.tune.ranking import Ranking
 from llmsched.cli.tune.trial_runs import FIGURES, TrialRun, pooled, pooled_statistic
 from llmsched.engine.goodput import Slo
@@ -15,6 +15,9 @@ from llmsched.engine.percentiles import Summary
 from llmsched.engine.units import three_figures
 
 Goal = Literal["goodput", "throughput"]
+
+#: Margins to the SLOs (1 - figure / SLO, of the SLO that is nearest) count as equal if they differ by at most this.
+MARGIN_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Trial:
     setting: Setting
     latencies: Mapping[str, Summary]
     output_tokens_per_s: float | None
+    requests_per_s: float | None
     goodput_rps: float | None
     held: Mapping[str, float]
     attainment: Mapping[str, float]
@@ -74,6 +78,7 @@ def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
         setting=setting,
         latencies={name: pooled(parts) for name, parts in samples.items()},
         output_tokens_per_s=_mean([run.tokens_per_s for run in runs]),
+        requests_per_s=_mean([run.requests_per_s for run in runs]),
         goodput_rps=_mean([run.goodput_rps for run in runs]),
         held=held,
         attainment={name: count / total for name, count in met.items()} if total else {},
@@ -107,11 +112,15 @@ def figure_name(name: str, slo: Slo) -> str:
 class TrialHistory:
     """Record of all runs of a search by setting. The settings are in order of preference, which decides ties.
 
-    `exact` means that a repeated run has the same figures, as on a virtual clock.
+    `exact` means that a repeated run has the same figures, as on a virtual clock. If `default`, the setting without a
+    profile, is known, ties are decided by how near a setting is to it. `chosen` is the best setting if it was chosen by
+    more than these runs.
     """
 
-    def __init__(self, slo: Slo, goal: Goal, *, exact: bool = False) -> None:
+    def __init__(self, slo: Slo, goal: Goal, *, exact: bool = False, default: Setting | None = None) -> None:
         self.slo = slo
+        self.default = default
+        self.chosen: Setting | None = None
         self.exact = exact
         self.goal: Goal = goal if slo.given() else "throughput"
         self.runs: dict[Setting, list[TrialRun]] = {}
@@ -160,20 +169,33 @@ class TrialHistory:
         """Rank the settings by output tokens per second, even if the search maximises goodput."""
         return Ranking(self.all_runs, lambda run: run.throughput, exact=self.exact)
 
-    def _contenders(self) -> dict[Setting, Trial]:
+    def contenders(self) -> dict[Setting, Trial]:
         """Return the feasible trials with the longest runs. A setting with only shorter runs has left the race."""
         feasible = [trial for trial in self.trials() if trial.feasible]
         longest = max((trial.longest for trial in feasible), default=0)
         return {trial.setting: trial for trial in feasible if trial.longest == longest}
 
     def best(self) -> Trial | None:
-        """Return the first feasible trial whose score is within the noise of the highest; None if none is feasible."""
-        contenders = self._contenders()
-        return contenders[self.ranking().best(list(contenders))] if contenders else None
+        """Return the preferred trial among those whose scores are within the noise of the highest.
+
+        Return None if no trial is feasible.
+        """
+        if self.chosen is not None:
+            return self.trial(self.chosen)
+        contenders = self.contenders()
+        level = self.ranking().level(list(contenders)) if contenders else []
+        return self.preferred([contenders[setting] for setting in level]) if level else None
+
+    def preferred(self, equals: Sequence[Trial]) -> Trial:
+        """Return the trial with the largest margin to the SLOs; of about equal margins, the nearest to the default."""
+        least = min(trial.miss for trial in equals)
+        near = [trial for trial in equals if trial.miss <= least + MARGIN_TOLERANCE]
+        default = self.default
+        return near[0] if default is None else min(near, key=lambda trial: distance(trial.setting, default))
 
     def leader(self) -> Trial | None:
         """Return the feasible trial with the highest score, ignoring noise, or else the `nearest_miss`."""
-        contenders = self._contenders()
+        contenders = self.contenders()
         return contenders[self.ranking().ranked(list(contenders))[0]] if contenders else self.nearest_miss()
 
     def relative(self) -> dict[Setting, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -13,6 +14,7 @@ from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.profiles.apply import versions_table
+from llmsched.cli.tune.knees import RateReport
 from llmsched.cli.tune.knobs import KNOBS, Setting, describe, knob_in_words, varied_knobs
 from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, figure_name
 from llmsched.cli.tune.tuning import TuneOutcome
@@ -34,11 +36,16 @@ def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
         "device": dict(outcome.device),
         "best": None if best is None else asdict(best.setting),
         "nearest_miss": None if best is not None or nearest is None else _trial_json(nearest),
-        "explanation": explain(history),
+        "default": None if history.default is None else _trial_json(history.trial(history.default)),
+        "gain": gain(outcome),
+        "judged_by": "knee" if task.by_knee else "given",
+        "rates": _rates_json(outcome.rates),
+        "explanation": conclusion(outcome),
         "maximize": history.goal,
         "knobs": list(task.knobs),
         "trials": _trials_json(history),
         "notes": outcome.notes,
+        "warnings": outcome.warnings,
         "runs": sum(run.requests > 0 for run in history.all_runs),
         "duration_s": outcome.seconds,
         "profile": None if profile is None else str(profile),
@@ -51,9 +58,15 @@ def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
     }
 
 
-def show(outcome: TuneOutcome, profile: Path | None) -> None:
-    """Print the report and, if a profile was saved, the flag that uses the profile."""
+def show(outcome: TuneOutcome) -> None:
+    """Print the report."""
     report_content.show(_content(outcome))
+
+
+def say_profile(outcome: TuneOutcome, profile: Path | None) -> None:
+    """Print where the profile is and the command that uses it, or how to get one if none was written."""
+    if profile is None and outcome.history.best() is not None:
+        render.say("no profile was written; to save these settings, run the command again with --output NAME")
     if profile is not None:
         named = profile.stem if profile.parent == profile_dir() else str(profile)
         render.say(f"profile: {profile} (use it with `llmsched serve --profile {named}`)")
@@ -72,12 +85,13 @@ def _content(outcome: TuneOutcome) -> ReportContent:
     reasons = [f"{describe(trial.setting, settings)}: {trial.reason}" for trial in trials if trial.reason is not None]
     return ReportContent(
         notes=[Experiment(task.model, provenance, task.load, task.slo).headline(), *provenance.caveats()],
-        tables=[_table(history)],
+        tables=[_table(outcome), *_rate_tables(outcome)],
         charts=charts,
         terminal_charts=len(charts),
-        closing=[*reasons, explain(history)],
+        closing=[*reasons, conclusion(outcome)],
         definitions=_definitions(outcome),
         decisions=outcome.notes,
+        warnings=outcome.warnings,
     )
 
 
@@ -97,7 +111,8 @@ def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
             {name: round(x, 3) if isinstance(x, float) else x for name, x in trial.items() if isinstance(x, Scalar)}
             for trial in _trials_json(outcome.history)
         ),
-        reason=explain(outcome.history),
+        knee=_knee_table(outcome),
+        reason=conclusion(outcome),
         measured=outcome.provenance.measured,
     )
 
@@ -114,6 +129,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
         **asdict(trial.setting),
         **{f"p99_{name}_ms": None if seconds is None else seconds * 1e3 for name, seconds in p99s.items()},
         "output_tokens_per_s": trial.output_tokens_per_s,
+        "requests_per_s": trial.requests_per_s,
         "goodput_rps": trial.goodput_rps,
         "attainment": dict(trial.attainment) or None,
         "spread": trial.spread,
@@ -142,14 +158,15 @@ def _definitions(outcome: TuneOutcome) -> dict[str, str]:
     return {**{name: DEFINITIONS[name] for name in names}, f"{goal} %": share}
 
 
-def _table(history: TrialHistory) -> Table:
+def _table(outcome: TuneOutcome) -> Table:
+    history, compared = outcome.history, outcome.rates.compared
     trials, best = history.trials(), history.best()
     knobs = varied_knobs([trial.setting for trial in trials])
     relative, latencies = history.relative(), ["P99 TTFT ms", "P99 ITL ms", "P99 TPOT ms"]
     columns = ["", *knobs, "runs", "requests", "tokens/s", "good req/s", f"{history.goal} %", *latencies]
     rows = [
         [
-            _mark(trial, best),
+            _mark(trial, best, history.default),
             *(knob_in_words(knob, getattr(trial.setting, knob)) for knob in knobs),
             str(trial.rounds),
             str(trial.completed + trial.failed),
@@ -160,12 +177,17 @@ def _table(history: TrialHistory) -> Table:
         ]
         for trial in trials
     ]
-    return Table("settings", columns, rows)
+    at = "" if compared is None else f" at {compared:.3g} requests/s, the default's knee"
+    return Table(f"settings{at}", columns, rows)
 
 
-def _mark(trial: Trial, best: Trial | None) -> str:
-    if best is not None and trial.setting == best.setting:
-        return "best"
+def _mark(trial: Trial, best: Trial | None, default: Setting | None) -> str:
+    is_best = best is not None and trial.setting == best.setting
+    state = "" if is_best else _state(trial)
+    return ", ".join(filter(None, ("best" if is_best else "", "default" if trial.setting == default else "", state)))
+
+
+def _state(trial: Trial) -> str:
     if trial.skipped or trial.feasible:
         return "skipped" if trial.skipped else ""
     return "misses SLO" if trial.miss > 1 else "fails"
@@ -173,6 +195,67 @@ def _mark(trial: Trial, best: Trial | None) -> str:
 
 def _cell(value: float | None, factor: float, digits: int = 1) -> str:
     return "n/a" if value is None else f"{value * factor:.{digits}f}"
+
+
+# -- request rates -----------------------------------------------------------------------------------------------
+
+
+def _rate_tables(outcome: TuneOutcome) -> list[Table]:
+    """Return the table of the default against the best setting by request rate, if they were compared."""
+    history, best, slo = outcome.history, outcome.history.best(), outcome.task.slo
+    if best is None or not outcome.rates.rows:
+        return []
+    same = best.setting == history.default
+    names = list(slo.given()) or ["ttft"]
+    figures = ["good req/s", "met by", *(figure_name(name, slo) + " ms" for name in names)] if slo.given() else []
+    figures = figures or ["tokens/s", "P99 TTFT ms"]
+    columns = ["", "requests/s", *(f"default {f}" for f in figures), *([] if same else [f"best {f}" for f in figures])]
+    rows = []
+    for row in outcome.rates.rows:
+        cells = [row.label + (" (predicted)" if row.predicted else ""), f"{row.rate:.3g}"]
+        for trial in [row.default] if same else [row.default, row.best]:
+            if slo.given():
+                met = trial.attainment.get("all")
+                cells += [_cell(trial.goodput_rps, 1, digits=3), "n/a" if met is None else f"{met:.0%}"]
+            else:
+                cells.append(_cell(trial.output_tokens_per_s, 1))
+            cells += [_cell(trial.held.get(name, trial.latencies[name].p99), 1e3) for name in names]
+        rows.append(cells)
+    who = "the default" if same else "the default and the best setting"
+    return [Table(f"{who} by request rate", columns, rows)]
+
+
+def _rates_json(rates: RateReport) -> dict[str, Any]:
+    given = rates.given if rates.given is None or math.isfinite(rates.given) else None
+    knee = rates.best.met
+    return {
+        "given_rps": given,
+        "given_of_knee": given / knee if given and knee else None,
+        "compared_at_rps": rates.compared,
+        "default_knee_rps": rates.default.met,
+        "default_missed_rps": rates.default.missed,
+        "best_knee_rps": knee,
+        "best_missed_rps": rates.best.missed,
+        "load_too_light": rates.light,
+        "rows": [
+            {
+                "label": row.label,
+                "rate": row.rate if math.isfinite(row.rate) else None,
+                "predicted": row.predicted,
+                "default": _trial_json(row.default),
+                "best": _trial_json(row.best),
+            }
+            for row in rates.rows
+        ],
+    }
+
+
+def _knee_table(outcome: TuneOutcome) -> dict[str, Scalar]:
+    """Return the table [knee] of a profile, in requests per second; `gain` is the gain over the default."""
+    rates = _rates_json(outcome.rates)
+    known = {"best_rps": rates["best_knee_rps"], "default_rps": rates["default_knee_rps"]}
+    known |= {"given_rps": rates["given_rps"], "gain": gain(outcome)}
+    return {name: round(value, 3) for name, value in known.items() if value is not None}
 
 
 # -- the curve over token budgets --------------------------------------------------------------------------------
@@ -212,6 +295,48 @@ def _budget(trial: Trial) -> float:
 
 
 # -- the choice in words -----------------------------------------------------------------------------------------
+
+
+def gain(outcome: TuneOutcome) -> float | None:
+    """Return the gain of the best setting over the default as a share: of the knee or, without knees, of the score."""
+    history, rates, best = outcome.history, outcome.rates, outcome.history.best()
+    if best is None or history.default is None:
+        return None
+    if best.setting == history.default:
+        return 0.0
+    if rates.best.met and rates.default.met:
+        return rates.best.met / rates.default.met - 1
+    share = history.relative().get(history.default)
+    return 1 / share - 1 if share else None
+
+
+def conclusion(outcome: TuneOutcome) -> str:
+    """Return sentences that explain the choice, name the gain over the default, and place the given load."""
+    history, rates, best = outcome.history, outcome.rates, outcome.history.best()
+    default = history.default
+    if best is None or default is None:
+        return explain(history)
+    over = gain(outcome)
+    settings = [trial.setting for trial in history.trials() if not trial.skipped]
+    chosen, usual = describe(best.setting, settings), describe(default, settings)
+    if (knee := rates.best.met) is None:
+        tail = "it is the default" if best.setting == default else f"the default is {usual}"
+        more = "" if best.setting == default or over is None else f", {over:+.0%} {history.goal} over it"
+        return f"{explain(history)}; {tail}{more}"
+    most = f"up to {'at least ' if rates.best.missed is None else ''}{knee:.3g} requests/s"
+    if best.setting == default:
+        found = f"the default stays: {usual} meets the SLOs {most}, and no other setting does clearly better"
+    elif rates.default.met is None:
+        found = f"{chosen} meets the SLOs {most}; the default ({usual}) misses them under the given load"
+    elif over is not None and over > 0:
+        found = f"{chosen} meets the SLOs {most}, {over:.0%} more than the default ({usual}: {rates.default.met:.3g})"
+    else:
+        found = f"{chosen} meets the SLOs {most}, as the default ({usual}) does, with more margin"
+    if rates.given is None:
+        return found
+    if math.isinf(rates.given):
+        return f"{found}; the given load sends all requests at once, past the knee"
+    return f"{found}; the given load, {rates.given:.3g} requests/s, is {rates.given / knee:.0%} of that"
 
 
 def explain(history: TrialHistory) -> str:

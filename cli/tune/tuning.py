@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
@@ -10,23 +11,35 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmsched.cli import render
+from llmsched.cli.figures.client_lag import BUSY
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
 from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.options.flags import flag
 from llmsched.cli.profiles.apply import device_table
 from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
-from llmsched.cli.tune.knob_search import SearchSpace, search
+from llmsched.cli.tune.choice import Chooser, JudgedBy
+from llmsched.cli.tune.knees import (
+    MEASURED_TOLERANCE,
+    SIMULATED_TOLERANCE,
+    KneeFinder,
+    Predicted,
+    RateReport,
+    scalable,
+)
+from llmsched.cli.tune.knob_search import SearchSpace
 from llmsched.cli.tune.knobs import KNOBS, Setting, largest_useful, powers_of_two
-from llmsched.cli.tune.race import Race, TrialRunner, rung_lengths
+from llmsched.cli.tune.race import AtRate, Race, RateRunner, rung_lengths
 from llmsched.cli.tune.resume import ResumableRunner, state_path
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
+from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import Goal, TrialHistory
 from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import ratios
-from llmsched.engine.memory.planner import model_name, open_planner
+from llmsched.engine.memory.planner import DEFAULT_TOKEN_BUDGET, model_name, open_planner
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.simulated_engine import Blueprint
@@ -39,6 +52,10 @@ _FULL_RUNS, _ALL_RUNS = 10, 25
 
 #: Largest token budget tried by default, by kind of device; larger steps only take longer.
 _LARGEST = {"cpu": 1024, "cuda": 8192}
+#: A run is disturbed if other processes used more than this share of the machine's CPU time.
+_BUSY_SHARE = 0.15
+#: Waiting requests allowed for loads that are made longer.
+_QUEUE = 100_000
 
 #: Token budgets that do not fit into memory, each with the error.
 Refused = dict[int, ConfigError]
@@ -67,8 +84,14 @@ class TuneTask:
     time_limit: float
     smallest: int
     destination: Path
+    judged_by: JudgedBy = "knee"
     resume: bool = False
     warm_start: bool = True
+
+    @property
+    def by_knee(self) -> bool:
+        """Whether settings are judged by their knees, which needs SLOs and a load that can be sent at any rate."""
+        return self.judged_by == "knee" and bool(self.slo.given()) and scalable(self.load)
 
 
 @dataclass(slots=True)
@@ -84,7 +107,9 @@ class TuneOutcome:
     memory: Mapping[str, Scalar]
     provenance: Provenance
     history: TrialHistory
+    rates: RateReport = field(default_factory=RateReport)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -112,6 +137,7 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
             Provenance("in process"),
             TrialHistory(task.slo, task.goal),
         )
+        runner.end_at(time.monotonic() + task.time_limit)
         await _search(outcome, engine.config, refused, runner, progress)
     finally:
         await runner.close()
@@ -140,7 +166,8 @@ async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> Tun
         blueprint.provenance,
         TrialHistory(task.slo, task.goal, exact=True),
     )
-    load = TrialLoad(task.load, task.slo, task.timeout, encode=TextEncode(task.model, render.warn))
+    encode, deadline = TextEncode(task.model, render.warn), time.monotonic() + task.time_limit
+    load = TrialLoad(task.load, task.slo, task.timeout, encode=encode, deadline=deadline)
     await _search(outcome, blueprint.config, refused, SimulatedRunner(blueprint, load), progress)
     return outcome
 
@@ -174,10 +201,11 @@ async def _open_largest(
             "compare it with fair"
         )
     load = task.load
-    useful = largest_useful(load.max_concurrency or load.num_requests, load.longest_input)
+    concurrency = load.num_requests if task.by_knee else load.max_concurrency or load.num_requests
+    useful = largest_useful(concurrency, load.longest_input)
     defaults = {
-        "max_num_batched_tokens": max(task.smallest, min(_LARGEST[kind], useful)),
-        "max_queue_size": max(2048, load.num_requests),
+        "max_num_batched_tokens": max(task.smallest, DEFAULT_TOKEN_BUDGET[kind], min(_LARGEST[kind], useful)),
+        "max_queue_size": max(_QUEUE if task.by_knee else 2048, load.num_requests),
     }
     config, refused = task.options.config(task.model, defaults), Refused()
     while True:
@@ -196,12 +224,12 @@ async def _open_largest(
             config = replace(config, max_num_batched_tokens=smaller[-1])
     for tokens, error in refused.items():
         end = f"the sweep ends at {config.max_num_batched_tokens}"
-        render.note(f"max_num_batched_tokens {tokens} does not fit ({error}); {end}")
+        render.note(f"max_num_batched_tokens {tokens} does not fit ({error.text(flag)}); {end}")
     return target, refused
 
 
 async def _search(
-    outcome: TuneOutcome, config: ResolvedConfig, refused: Refused, runner: TrialRunner, progress: Progress
+    outcome: TuneOutcome, config: ResolvedConfig, refused: Refused, runner: RateRunner, progress: Progress
 ) -> None:
     """Search with a runner whose engine has the settings of `config`, and fill in the outcome.
 
@@ -209,7 +237,7 @@ async def _search(
     """
     now = asyncio.get_running_loop().time
     began, task = now(), outcome.task
-    start = Setting(**{knob: getattr(config, knob) for knob in KNOBS})
+    start = default = _default(task, config)
     budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
     if task.warm_start and (found := latest_profile(outcome.model, outcome.device)) is not None:
         name, profile = found
@@ -218,18 +246,51 @@ async def _search(
             budgets = sorted({*budgets, start.max_num_batched_tokens})
         outcome.notes.append(f"the search started from profile {name}")
     identity = _identity(outcome, budgets)
-    resumable = ResumableRunner(runner, state_path(task.destination), identity, resume=task.resume)
-    lengths = rung_lengths(task.load.num_requests, task.load.max_concurrency or 1)
-    if outcome.history.exact:
-        # Short runs only save time, so if a simulation is fast enough, every setting runs in full.
-        pilot = await resumable.run(start, lengths[0], 0)
-        if pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= task.time_limit:
-            lengths = lengths[-1:]
-    race = Race(resumable, outcome.history, lengths, task.rounds, task.time_limit, progress)
+    deadline = began + task.time_limit
+    resumable = ResumableRunner(runner, state_path(task.destination), identity, resume=task.resume, deadline=deadline)
+    history, load = outcome.history, task.load
+    history.default = default
+    lengths = rung_lengths(load.num_requests, load.max_concurrency or 1)
+    short = lengths[-1] if history.exact else lengths[-2:][0]
+
+    def finder(of: RateRunner, tolerance: float) -> KneeFinder:
+        return KneeFinder(of, load, task.slo, requests=short, tolerance=tolerance, progress=progress)
+
+    async def race(rate: float | None) -> Race:
+        lengths = rung_lengths(max(load.num_requests, find.requests(rate)), load.max_concurrency or 1)
+        if history.exact:
+            # Short runs only save time, so if a simulation is fast enough, every setting runs in full.
+            pilot = await AtRate(resumable, rate).run(start, lengths[0], 0)
+            if pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= deadline - now():
+                lengths = lengths[-1:]
+        return Race(AtRate(resumable, rate), history, lengths, task.rounds, deadline - now(), progress)
+
     space = SearchSpace(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused)
-    outcome.notes += await search(space, race)
+    find = finder(resumable, SIMULATED_TOLERANCE if history.exact else MEASURED_TOLERANCE)
+    guess = None if history.exact else finder(Predicted(resumable), SIMULATED_TOLERANCE)
+    chooser = Chooser(history, default, load, space, race, find, guess, outcome.rates, outcome.notes)
+    history.chosen = await (chooser.by_knee() if task.by_knee else chooser.at_given())
+    outcome.warnings += _busy(history.all_runs)
     resumable.delete_journal()
     outcome.seconds = now() - began
+
+
+def _busy(runs: Sequence[TrialRun]) -> list[str]:
+    """Return a warning if other processes kept the machine busy during the runs."""
+    disturbed = [run.others_cpu for run in runs if run.others_cpu > _BUSY_SHARE]
+    if not disturbed:
+        return []
+    return [
+        f"{len(disturbed)} of {len(runs)} runs may be too slow, {BUSY}, which used up to {max(disturbed):.0%} of its "
+        "CPU time: run tune again when it is idle"
+    ]
+
+
+def _default(task: TuneTask, config: ResolvedConfig) -> Setting:
+    """Return the setting that serve has without a profile, within the limits that the flags of the search set."""
+    usual = DEFAULT_TOKEN_BUDGET[config.device]
+    tokens = max(task.smallest, min(usual, config.max_num_batched_tokens))
+    return Setting(**{knob: getattr(config, knob) for knob in KNOBS} | {"max_num_batched_tokens": tokens})
 
 
 def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
@@ -264,6 +325,7 @@ def _identity(outcome: TuneOutcome, budgets: Sequence[int]) -> dict[str, Any]:
         "timeout": task.timeout,
         "SLOs": {f.name: getattr(task.slo, f.name) for f in fields(task.slo)},
         "goal": task.goal,
+        "rate": task.judged_by,
         "knobs": list(task.knobs),
         "token budgets": list(budgets),
         "number of rounds": task.rounds,

@@ -56,17 +56,19 @@ class SimulatedMachine:
         self._full, self._noise, self._drift, self._says, self._running = full, noise, drift, says, running
         self._random = random.Random(seed)
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
         self.log.append((setting, requests, round_index))
         drift = self._drift(asyncio.get_running_loop().time())
         noise = math.exp(self._random.gauss(0, self._noise * math.sqrt(self._full / requests)))
-        rate = self.rate(setting) * drift * noise
-        run = made_run(setting, requests, round_index, rate, self.itl(setting) / drift, self._running)
+        speed = self.rate(setting) * drift * noise
+        run = made_run(setting, requests, round_index, speed, self.itl(setting) / drift, self._running)
         self.work += requests * 10 / self.rate(setting)
         await asyncio.sleep(run.seconds)
         return run
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]:
         if self._says is None:
             return {}
         return {s: made_run(s, requests, 0, self._says(s), self.itl(s), self._running) for s in settings}

@@ -24,7 +24,9 @@ class KneeGoal:
 
     A rate counts as met if at least the share `attainment` of its requests meets every SLO. The search starts at
     `start` (default: `low`). It ends when the lowest missed rate is at most `tolerance` (a share) above the highest met
-    rate. Raises LlmschedError, which names the flag and its range, for a value out of range.
+    rate. Until one rate is met and another is missed, the next rate is the last one times, or divided by, `factor`.
+    With `repeat`, both ends of the last interval are tried once more. Raises LlmschedError, which names the flag and
+    its range, for a value out of range.
     """
 
     low: float
@@ -32,6 +34,8 @@ class KneeGoal:
     attainment: float = ATTAINMENT
     tolerance: float = TOLERANCE
     start: float | None = None
+    factor: float = 2.0
+    repeat: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.low < math.inf:
@@ -94,11 +98,13 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
     met, missed = bracket(attempts, goal)
     if met is None:
         assert missed is not None
-        return None if missed <= goal.low else max(missed / 2, goal.low)
+        return None if missed <= goal.low else max(missed / goal.factor, goal.low)
     if missed is None:
-        return None if met >= goal.high else min(2 * met, goal.high)
+        return None if met >= goal.high else min(goal.factor * met, goal.high)
     if missed > met * (1 + goal.tolerance):
         return math.sqrt(met * missed)
+    if not goal.repeat:
+        return None
     once = [rate for rate in (met, missed) if sum(attempt.rate == rate for attempt in attempts) < 2]
     return once[0] if once else None
 

@@ -149,7 +149,7 @@ def test_a_target_itl_is_tried_under_the_largest_budget_too() -> None:
     surface = SimulatedMachine(lambda s: 100.0 + s.max_num_batched_tokens, itl=itl, noise=0.0)
     history, _ = searched(surface, slo=Slo(itl=0.3), knobs=KNOBS)
     assert winner(history).max_num_batched_tokens == 1024
-    assert winner(history).target_itl == 0.3
+    assert winner(history).target_itl == pytest.approx(0.18), "of equal rates the one with the larger margin"
 
 
 def test_knobs_that_cannot_matter_are_not_searched() -> None:
@@ -198,9 +198,9 @@ def test_the_search_ends_within_its_time_limit() -> None:
         "the choice rests on short runs: the first 8 of 32 requests",
         "the time limit ended the search early: longer runs or more repeats may change the choice",
     ]
-    first_round_only = SimulatedMachine(lambda s: 10.0)
-    searched(first_round_only, time_limit=0.0)
-    assert len(first_round_only.log) == len(BUDGETS)
+    one_run = SimulatedMachine(lambda s: 10.0)
+    searched(one_run, time_limit=0.0)
+    assert len(one_run.log) == 1
 
 
 def test_a_round_under_which_the_machine_changed_is_run_again() -> None:

@@ -54,8 +54,8 @@ def test_a_predicted_best_counts_as_one() -> None:
 def test_a_setting_far_above_an_slo_is_pruned() -> None:
     slo = Slo(itl=0.1)
     history = measured({A: 100.0, B: 110.0}, slo, at_32=0.04, at_64=0.08)
-    predicted = said({A: 100.0, B: 110.0, C: 120.0, D: 130.0}, at_32=0.02, at_64=0.04, at_128=0.055, at_256=0.09)
-    assert hopeless([C, D], predicted, history) == {D: "not measured: predicted P99 ITL 180 ms is far above 100 ms"}
+    predicted = said({A: 100.0, B: 110.0, C: 120.0, D: 130.0}, at_32=0.02, at_64=0.04, at_128=0.095, at_256=0.105)
+    assert hopeless([C, D], predicted, history) == {D: "not measured: predicted P99 ITL 210 ms is far above 100 ms"}
 
 
 def test_a_setting_that_misses_an_slo_rules_out_no_other() -> None:

@@ -28,10 +28,10 @@ class Interrupted(SimulatedMachine):
 
     most = 10**9
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
         if len(self.log) == self.most:
             raise asyncio.CancelledError
-        return await super().run(setting, requests, round_index)
+        return await super().run(setting, requests, round_index, rate)
 
 
 def steady() -> SimulatedMachine:
@@ -89,7 +89,7 @@ def test_no_run_is_made_twice_and_the_result_is_the_same(tmp_path: Path, most: i
 
 def test_a_setting_that_broke_is_not_tried_again(tmp_path: Path) -> None:
     class Breaks(SimulatedMachine):
-        async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+        async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
             self.log.append((setting, requests, round_index))
             raise MemoryError("out of\nmemory")
 

@@ -1,0 +1,163 @@
+"""Choice of a setting: by the knees, or by the given load at exactly its rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmsched.cli.load.load import Load
+from llmsched.cli.tune.knees import OF_GIVEN, OF_KNEE, KneeFinder, RateReport, RateRow, given_rate, meets
+from llmsched.cli.tune.knob_search import SearchSpace, search
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.race import OutOfTimeError, Race
+from llmsched.cli.tune.trials import Trial, TrialHistory
+
+#: Rate by which settings are judged: their knees, or the rate of the given load.
+JudgedBy = Literal["knee", "given"]
+
+#: Settings that are run at rates above the default's knee, if simulated and if measured.
+_CLIMBERS, _MEASURED_CLIMBERS = 8, 2
+#: First step of the rate above the default's knee, and around a predicted knee.
+_STEP = 1.25
+#: The default stays if the choice has less than this share of its goodput at any rate compared up to the knee.
+_LEAST_GOODPUT = 0.97
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Search that compares the settings of `space` with the default and chooses one.
+
+    `race` returns a race at a rate (None: the given load). `guess` has the knees that a cost model predicts; None on a
+    virtual clock. The results are in `history`, which has the default, and in `rates`; `notes` are for the user.
+    """
+
+    history: TrialHistory
+    default: Setting
+    load: Load
+    space: SearchSpace
+    race: Callable[[float | None], Awaitable[Race]]
+    finder: KneeFinder
+    guess: KneeFinder | None
+    rates: RateReport = field(default_factory=RateReport)
+    notes: list[str] = field(default_factory=list)
+
+    async def at_given(self) -> Setting | None:
+        """Return the best setting under the given load; None if none is feasible."""
+        self.notes += await search(self.space, await self.race(None))
+        served = self.history.trial(self.default)
+        self.rates.given = given_rate(self.load, served)
+        if (best := self.history.best()) is None:
+            return None
+        self._note_alike(best)
+        base = self.rates.given
+        await self._compare(best.setting, [(f"{x:g} x given", x * base) for x in OF_GIVEN if base and served.completed])
+        return best.setting
+
+    async def by_knee(self) -> Setting | None:
+        """Return the setting with the highest knee; None if none is feasible.
+
+        If the given load is at or past the default's knee, the settings are compared under the given load, else at the
+        default's knee. Those that meet the SLOs there are run at higher rates until the last one misses an SLO.
+        """
+        try:
+            served = await self.finder.trial(self.default, None)
+        except OutOfTimeError:
+            self.notes.append("the time limit ended the first run: nothing was measured; set a longer --time-limit")
+            return None
+        self.rates.given = given_rate(self.load, served)
+        compared = self.rates.compared = await self._default_knee(served)
+        race = await self.race(compared)
+        self.notes += await search(self.space, race)
+        best = await self._climb(compared)
+        if best is None:
+            return None
+        if self.rates.light or self.rates.default.missed is None:
+            self._note_alike(self.history.trial(best))
+        self.rates.best = self.finder.bounds(best)
+        knee = self.rates.best.met
+        of_knee = [(f"{x:g} x knee", x * knee) for x in OF_KNEE] if knee and not self.rates.light else []
+        await self._compare(best, of_knee)
+        worse = [row for row in self.rates.rows if not row.predicted and (not knee or row.rate <= knee) and _worse(row)]
+        if best == self.default or not worse:
+            return best
+        self.notes.append(f"the default stays: the setting with the highest knee is worse at {worse[0].rate:.3g}/s")
+        self.rates.best, self.rates.rows = self.rates.default, []
+        await self._compare(self.default, of_knee)
+        return self.default
+
+    async def _default_knee(self, served: Trial) -> float | None:
+        """Find the default's knee, and return it if it is above the given rate; otherwise None."""
+        given, default = self.rates.given, self.default
+        base = given if given is not None and math.isfinite(given) else served.requests_per_s
+        if not base or (self.guess is not None and not meets(served)):
+            return None  # a load past the knee is judged as it is
+        is_open = given == base and not self.load.closed
+        if is_open:
+            self.finder.trials[default, base] = served
+        low, start, factor = base if is_open and meets(served) else base / 64, base, 2.0
+        start *= 2.0 if meets(served) else 0.5
+        if self.guess is not None and await self.guess.climb([default], base / 64, start):
+            start, factor = self.guess.bounds(default).met or start, _STEP
+        await self.finder.climb([default], low, start, factor, self.finder.highest_rate(served))
+        found = self.rates.default = self.finder.bounds(default)
+        self.rates.light = found.missed is None and not self.finder.out_of_time
+        return found.met if found.met and not self.rates.light and given is not None and found.met > given else None
+
+    async def _climb(self, compared: float | None) -> Setting | None:
+        """Raise the rate until one setting is left; of equal ones, prefer the better margin, then the default."""
+        contenders = {setting: trial for setting, trial in self.history.contenders().items() if meets(trial)}
+        rate = compared
+        if rate is None and self.rates.given is not None and math.isfinite(self.rates.given) and not self.load.closed:
+            rate = self.rates.given
+        if rate is None or self.rates.light or not contenders:
+            best = self.history.best()
+            return best.setting if best else self.default if compared is not None else None
+        longest = max(trial.longest for trial in contenders.values())
+        self.finder.trials |= {(t.setting, rate): t for t in self.history.trials() if t.longest == longest}
+        most = _CLIMBERS if self.guess is None else _MEASURED_CLIMBERS
+        climbers = sorted(contenders, key=lambda setting: contenders[setting].miss)[:most]
+        if self.default in contenders and self.default not in climbers:
+            climbers.append(self.default)
+        missed = self.finder.bounds(self.default).missed
+        start = missed if missed is not None and missed > rate else rate * _STEP
+        top = await self.finder.climb(climbers, rate, start, _STEP) or climbers
+        self.rates.default = self.finder.bounds(self.default)
+        return self.history.preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top]).setting
+
+    async def _compare(self, best: Setting, others: list[tuple[str, float]]) -> None:
+        """Compare the default and the choice under the given load and at `others`, which are labels and rates."""
+        given = self.rates.given
+        if self.rates.compared is None:
+            done = [trial for trial in map(self.history.trial, (self.default, best)) if not trial.skipped]
+            self.finder.trials |= {(trial.setting, None): trial for trial in done}
+        for label, rate in [("given", None), *others]:
+            if rate is not None and not math.isfinite(rate):
+                continue
+            for source in [self.finder, self.guess] if rate is None else [self.guess or self.finder]:
+                if source is None:
+                    continue
+                try:
+                    pair = [await source.trial(setting, rate) for setting in (self.default, best)]
+                except OutOfTimeError:
+                    continue
+                row_rate = rate if rate is not None else given
+                self.rates.rows.append(RateRow(label, row_rate or 0.0, pair[0], pair[1], source is self.guess))
+                break
+
+    def _note_alike(self, best: Trial) -> None:
+        """Say so if the load does not tell the settings apart, so that the default stays."""
+        contenders = self.history.contenders()
+        if best.setting == self.default and len(contenders) > 1:
+            level = self.history.ranking().level(list(contenders))
+            if len(level) == len(contenders):
+                self.notes.append(
+                    "the load is too light to tell the settings apart, so the default stays; give a higher "
+                    "--request-rate, more requests (--num-prompts) or tighter SLOs"
+                )
+
+
+def _worse(row: RateRow) -> bool:
+    default, best = row.default.goodput_rps, row.best.goodput_rps
+    return default is not None and (best or 0.0) < _LEAST_GOODPUT * default

@@ -1,0 +1,202 @@
+"""Knees of settings: the highest request rate at which each setting still meets the SLOs.
+
+A load far below the knee cannot tell settings apart: all meet the SLOs and serve what is sent. Therefore tune compares
+settings at the knee of the default, and then raises the rate until the last of them misses an SLO.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from llmsched.cli.bench.knee.knee_search import KneeGoal, find_knee
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
+from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.race import AtRate, OutOfTimeError, RateRunner, attempt
+from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.cli.tune.trials import Trial, judge
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.goodput import Slo
+from llmsched.engine.progress import Progress
+
+#: A setting meets the SLOs at a rate if its figures do (see `Trial.held`) and this share of requests meets every SLO.
+ATTAINMENT = 0.95
+#: Shares by which two knees must differ to count as different, if they are simulated and if they are measured.
+SIMULATED_TOLERANCE, MEASURED_TOLERANCE = 0.04, 0.15
+#: A run at a rate lasts at least this many times the SLO on TTFT or E2E, so that a growing backlog shows, but no longer
+#: than these seconds. Looser SLOs than these seconds do not make runs longer.
+_BACKLOG, _LONGEST = 5.0, 30.0
+#: A rate at which any run that can be lengthened is.
+_MANY_PER_S = 1e9
+#: Rates tried are this many times below and above the given one at most.
+_RANGE = 1024.0
+#: A run whose requests are sent within this share of the E2E latency sends them practically at once.
+_AT_ONCE = 0.1
+#: Rates at which the default and the choice are compared, as multiples of the knee or of the given rate.
+OF_KNEE, OF_GIVEN = (0.5, 0.8, 1.0, 1.2), (1.5, 2.0)
+
+
+def meets(trial: Trial) -> bool:
+    """Return whether a setting met the SLOs in its runs."""
+    return trial.feasible and trial.attainment.get("all", 1.0) >= ATTAINMENT
+
+
+@dataclass(frozen=True, slots=True)
+class KneeBounds:
+    """Bounds of a setting's knee in requests per second: the highest rate met and the lowest missed (None: unknown)."""
+
+    met: float | None = None
+    missed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RateRow:
+    """The default and the chosen setting at one request rate. `predicted` figures come from a cost model."""
+
+    label: str
+    rate: float
+    default: Trial
+    best: Trial
+    predicted: bool
+
+
+@dataclass(slots=True)
+class RateReport:
+    """Request rates of a search, in requests per second.
+
+    `given` is the rate of the given load (inf: all at once), `compared` the one at which the settings were compared
+    (None: the given load as it is). `light` means that the default meets the SLOs even if all requests come at once.
+    """
+
+    given: float | None = None
+    compared: float | None = None
+    default: KneeBounds = field(default_factory=KneeBounds)
+    best: KneeBounds = field(default_factory=KneeBounds)
+    light: bool = False
+    rows: list[RateRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """RateRunner whose runs are the predictions of another runner. Without a cost model it raises OutOfTimeError."""
+
+    runner: RateRunner
+
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+        found = self.runner.predict([setting], requests, rate)
+        if setting not in found:
+            raise OutOfTimeError
+        return found[setting]
+
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]:
+        return {}
+
+
+class KneeFinder:
+    """Runs of settings at request rates, one for each setting and rate, and the knees that follow from them.
+
+    A run sends `requests` requests, or as many more as it takes to show a backlog. `trials` maps a setting and a rate
+    (None: the given load) to the result.
+    """
+
+    def __init__(
+        self, runner: RateRunner, load: Load, slo: Slo, *, requests: int, tolerance: float, progress: Progress
+    ) -> None:
+        self.tolerance = tolerance
+        self.trials: dict[tuple[Setting, float | None], Trial] = {}
+        self.out_of_time = False
+        self._runner, self._load, self._slo = runner, load, slo
+        self._requests, self._progress = requests, progress
+        self._rounds = count()
+
+    def requests(self, rate: float | None) -> int:
+        """Return the number of requests of a run at a rate."""
+        if rate is None:
+            return self._requests
+        if self._load.duration is not None:
+            return self._load.at_rate(rate).num_requests
+        limits = [limit for name, limit in self._slo.given().items() if name in ("ttft", "e2e")]
+        limit = min(limits, default=0.0) if isinstance(self._load, SyntheticLoad) else 0.0
+        seconds = min(_BACKLOG * limit, _LONGEST) if limit <= _LONGEST else 0.0
+        return max(self._requests, math.ceil(rate * seconds))
+
+    async def trial(self, setting: Setting, rate: float | None, round_index: int = 0) -> Trial:
+        """Return the result of a setting at a rate, from a run if there is none yet. Raises OutOfTimeError."""
+        if (known := self.trials.get((setting, rate))) is None:
+            run = await attempt(AtRate(self._runner, rate), setting, self.requests(rate), round_index)
+            known = self.trials[setting, rate] = judge(setting, [run], self._slo)
+        return known
+
+    async def climb(
+        self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0, high: float = math.inf
+    ) -> list[Setting]:
+        """Change the rate until none of the settings meets the SLOs; return those that met them at the highest rate.
+
+        A setting that misses an SLO at a rate that another meets is not run at higher rates. `factor` is the first step
+        between rates. The result is empty if no setting meets the SLOs even at `low`, or if time was up before.
+        """
+        alive, best = list(settings), list[Setting]()
+
+        async def met_at(rate: float) -> float:
+            nonlocal alive, best
+            round_index = next(self._rounds)
+            self._progress(f"knee: {rate:.3g} requests/s", 0, 0)
+            met = [setting for setting in alive if meets(await self.trial(setting, rate, round_index))]
+            if met:
+                alive = best = met
+            return float(bool(met))
+
+        high = max(low, min(high, _RANGE * low))
+        start = min(max(start, low), high)
+        try:
+            await find_knee(met_at, KneeGoal(low, high, ATTAINMENT, self.tolerance, start, factor, repeat=False))
+        except OutOfTimeError:
+            self.out_of_time = True
+        return best
+
+    def bounds(self, setting: Setting) -> KneeBounds:
+        """Return what the runs so far say of a setting's knee."""
+        met = {rate: meets(one) for (each, rate), one in self.trials.items() if each == setting and rate is not None}
+        missed = min((rate for rate, is_met in met.items() if not is_met), default=None)
+        known = [rate for rate, is_met in met.items() if is_met and (missed is None or rate < missed)]
+        return KneeBounds(max(known, default=None), missed)
+
+    def highest_rate(self, given: Trial) -> float:
+        """Return the rate at which a load that cannot be lengthened is practically sent at once."""
+        e2e = given.latencies["e2e"].mean
+        if self.requests(_MANY_PER_S) > self._requests or not e2e or self._load.duration is not None:
+            return math.inf
+        return self._requests / (_AT_ONCE * e2e)
+
+
+def scalable(load: Load) -> bool:
+    """Return whether a load can be sent at another rate."""
+    try:
+        load.at_rate(1.0)
+    except ConfigError:
+        return False
+    return True
+
+
+def given_rate(load: Load, served: Trial) -> float | None:
+    """Return the mean request rate of a load; inf if all requests are sent at once, None if it has no single rate.
+
+    The rate of a closed loop is that of `served`, which ran under it.
+    """
+    if not scalable(load):
+        return None
+    if load.closed:
+        return served.requests_per_s
+    if load.process is not None:
+        return load.process.mean_rate
+    if load.at_once:
+        return math.inf
+    offsets = [request.offset for request in load.plan(COMMON_IDS, WordEncoder(COMMON_IDS))]
+    lasts = max(offsets, default=0.0)
+    return (len(offsets) - 1) / lasts if lasts > 0 else math.inf
