@@ -70,10 +70,14 @@ class Chooser:
         compared = self.rates.compared = await self._default_knee(served)
         race = await self.race(compared)
         self.notes += await search(self.space, race)
+        if not self.history.runs.get(self.default):
+            self.history.add(self.finder.runs[self.default, compared])  # time was up before
         best = await self._climb(compared)
         if best is None:
             return None
-        if self.rates.light or self.rates.default.missed is None:
+        if race.out_of_time and best == self.default:
+            self.notes.append("the time was too short to compare the settings, so the default stays: --time-limit")
+        elif self.rates.light or self.rates.default.missed is None:
             self._note_alike(self.history.trial(best))
         self.rates.best = self.finder.bounds(best)
         knee = self.rates.best.met

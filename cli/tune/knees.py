@@ -27,9 +27,8 @@ from llmsched.engine.progress import Progress
 ATTAINMENT = 0.95
 #: Shares by which two knees must differ to count as different, if they are simulated and if they are measured.
 SIMULATED_TOLERANCE, MEASURED_TOLERANCE = 0.04, 0.15
-#: A run at a rate lasts at least this many times the SLO on TTFT or E2E, so that a growing backlog shows, but no longer
-#: than these seconds. Looser SLOs than these seconds do not make runs longer.
-_BACKLOG, _LONGEST = 5.0, 30.0
+#: A run at a rate lasts at least this many times the SLO on TTFT or E2E, so that a growing backlog shows.
+_BACKLOG = 5.0
 #: A rate at which any run that can be lengthened is.
 _MANY_PER_S = 1e9
 #: Rates tried are this many times below and above the given one at most.
@@ -101,18 +100,27 @@ class Predicted:
 class KneeFinder:
     """Runs of settings at request rates, one for each setting and rate, and the knees that follow from them.
 
-    A run sends `requests` requests, or as many more as it takes to show a backlog. `trials` maps a setting and a rate
-    (None: the given load) to the result.
+    A run sends `requests` requests, or as many more as it takes to show a backlog within `longest` seconds. `runs` and
+    `trials` map a setting and a rate (None: the given load) to the run and its result.
     """
 
     def __init__(
-        self, runner: RateRunner, load: Load, slo: Slo, *, requests: int, tolerance: float, progress: Progress
+        self,
+        runner: RateRunner,
+        load: Load,
+        slo: Slo,
+        *,
+        requests: int,
+        longest: float,
+        tolerance: float,
+        progress: Progress,
     ) -> None:
         self.tolerance = tolerance
+        self.runs: dict[tuple[Setting, float | None], TrialRun] = {}
         self.trials: dict[tuple[Setting, float | None], Trial] = {}
         self.out_of_time = False
         self._runner, self._load, self._slo = runner, load, slo
-        self._requests, self._progress = requests, progress
+        self._requests, self._longest, self._progress = requests, longest, progress
         self._rounds = count()
 
     def requests(self, rate: float | None) -> int:
@@ -123,13 +131,14 @@ class KneeFinder:
             return self._load.at_rate(rate).num_requests
         limits = [limit for name, limit in self._slo.given().items() if name in ("ttft", "e2e")]
         limit = min(limits, default=0.0) if isinstance(self._load, SyntheticLoad) else 0.0
-        seconds = min(_BACKLOG * limit, _LONGEST) if limit <= _LONGEST else 0.0
+        seconds = min(_BACKLOG * limit, self._longest) if limit <= self._longest else 0.0
         return max(self._requests, math.ceil(rate * seconds))
 
     async def trial(self, setting: Setting, rate: float | None, round_index: int = 0) -> Trial:
         """Return the result of a setting at a rate, from a run if there is none yet. Raises OutOfTimeError."""
         if (known := self.trials.get((setting, rate))) is None:
             run = await attempt(AtRate(self._runner, rate), setting, self.requests(rate), round_index)
+            self.runs[setting, rate] = run
             known = self.trials[setting, rate] = judge(setting, [run], self._slo)
         return known
 

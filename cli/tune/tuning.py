@@ -52,6 +52,9 @@ _FULL_RUNS, _ALL_RUNS = 10, 25
 
 #: Largest token budget tried by default, by kind of device; larger steps only take longer.
 _LARGEST = {"cpu": 1024, "cuda": 8192}
+#: Seconds that a simulated run at a request rate may last on its own clock. A measured one may last the time limit
+#: divided by the number of such runs that a search needs.
+_LONGEST_SIMULATED, _RUNS_AT_RATES = 30.0, 12
 #: A run is disturbed if other processes used more than this share of the machine's CPU time.
 _BUSY_SHARE = 0.15
 #: Waiting requests allowed for loads that are made longer.
@@ -251,10 +254,11 @@ async def _search(
     history, load = outcome.history, task.load
     history.default = default
     lengths = rung_lengths(load.num_requests, load.max_concurrency or 1)
+    longest = _LONGEST_SIMULATED if history.exact else task.time_limit / _RUNS_AT_RATES
     short = lengths[-1] if history.exact else lengths[-2:][0]
 
     def finder(of: RateRunner, tolerance: float) -> KneeFinder:
-        return KneeFinder(of, load, task.slo, requests=short, tolerance=tolerance, progress=progress)
+        return KneeFinder(of, load, task.slo, requests=short, longest=longest, tolerance=tolerance, progress=progress)
 
     async def race(rate: float | None) -> Race:
         lengths = rung_lengths(max(load.num_requests, find.requests(rate)), load.max_concurrency or 1)

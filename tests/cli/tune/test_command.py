@@ -76,19 +76,19 @@ def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outc
 def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     """F18: the sweep continues with a new engine."""
     built: list[EngineConfig] = []
-    real_build, reconfigure = build.build_engine, Engine.reconfigure
+    real_build, step = build.build_engine, Engine.step
 
     def counting(config: EngineConfig, progress: object) -> object:
         built.append(config)
         return real_build(config, progress)  # type: ignore[arg-type]
 
-    def deadly(engine: Engine, **limits: Any) -> None:
-        if limits["max_num_batched_tokens"] == 50:
+    def deadly(engine: Engine) -> Any:
+        if engine.scheduler.config.max_num_batched_tokens == 50:
             raise MemoryError("out of memory")
-        reconfigure(engine, **limits)
+        return step(engine)
 
     monkeypatch.setattr(build, "build_engine", counting)
-    monkeypatch.setattr(Engine, "reconfigure", deadly)
+    monkeypatch.setattr(Engine, "step", deadly)
     report = tune("--json", "--knobs", "max_num_batched_tokens").json
     assert [trial["feasible"] for trial in report["trials"]] == [True, True, False]
     assert "out of memory" in report["trials"][2]["reason"]
