@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmsched.cli.values import server_url
 from llmsched.engine.errors import LlmschedError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
 
     from llmsched.engine.proxies import proxy_for
 
+    url = server_url(url) or url
     key = api_key or os.environ.get("LLMSCHED_API_KEY")
     try:
         with httpx.Client(

@@ -6,8 +6,11 @@ message says what is wrong and what is allowed.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
+from contextlib import suppress
+from pathlib import Path
 
 from llmsched.engine.errors import LlmschedError
 
@@ -28,7 +31,32 @@ _BYTES = {
 _MOST_BYTES = 1 << 60
 _TOKENS = {"": 1, "k": 1024, "m": 1024**2}
 _SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_ADDRESS = re.compile(r"(?:\[[\da-fA-F:.]+\]|[\w.-]+):\d+(?:/.*)?")
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*")
+
+
+def server_url(text: str) -> str | None:
+    """Return the URL of the server that `text` names, or None if it is not an address. HOST:PORT is taken as http.
+
+    Raises LlmschedError for a URL that is not http or https, and for an address without a port.
+    """
+    scheme, _, rest = text.partition(":")
+    is_http = scheme.lower() in ("http", "https") or text.lower().startswith(("http//", "https//"))
+    if is_http and rest.startswith("//"):
+        return f"{scheme.lower()}:{rest}"
+    if is_http or rest.startswith("//"):
+        raise LlmschedError(f"{text!r} is not the URL of a server; write http://HOST:PORT or https://HOST:PORT")
+    if Path(text).exists():
+        return None
+    if _ADDRESS.fullmatch(text):
+        return f"http://{text}"
+    host = text.split("/")[0]
+    with suppress(ValueError):
+        if host.lower() != "localhost":
+            ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        raise LlmschedError(f"{text!r} is an address without a port; write http://{shown}:PORT")
+    return None
 
 
 def duration(text: str) -> float:

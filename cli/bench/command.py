@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -23,6 +25,7 @@ from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.http_target import open_server
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import open_simulated
+from llmsched.cli.values import server_url
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.goodput import Slo
 
@@ -40,7 +43,7 @@ def bench(
         typer.Argument(
             metavar="[MODEL or URL]",
             show_default="$LLMSCHED_MODEL, else demo",
-            help="http://... of an OpenAI-compatible server, or a model to run in this process.",
+            help="http://HOST:PORT of an OpenAI-compatible server, or a model to run in this process.",
         ),
     ] = None,
     warmup: Annotated[
@@ -101,12 +104,13 @@ def bench(
     plan = RunPlan(
         load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None, modes.one_run
     )
+    typed, url = typed_options(context), None if target is None else server_url(target)
     with render.progress_bar() as progress:
         if modes.self_check:
-            if extra := set(typed_options(context)) - {"--self-check", "--save", "--json"}:
+            if extra := set(typed) - {"--self-check", "--save", "--json"}:
                 raise LlmschedError(f"--self-check uses its own server and load; leave out {', '.join(sorted(extra))}")
             job = bench_self(progress)
-        elif target is not None and target.startswith(("http://", "https://")):
+        elif url is not None:
             if profile is not None:
                 raise LlmschedError(
                     f"--profile {profile}: the settings of a running server cannot be changed from here"
@@ -119,10 +123,12 @@ def bench(
                     "changed from here; name a model, or restart the server with each setting and bench it with the "
                     "same --seed"
                 )
-            opening = open_server(http_options(target, plan, server, engine_options), plan)
-            job = bench_target(opening, target, modes, plan, progress)
+            if "--prompt-seed" not in typed:  # the server's prefix cache outlives this run
+                plan = replace(plan, workload=replace(plan.workload, prompt_seed=secrets.randbits(31) + 1))
+            opening = open_server(http_options(url, plan, server, engine_options), plan)
+            job = bench_target(opening, url, modes, plan, progress)
         else:
-            refuse_url_target_flags(typed_options(context))
+            refuse_url_target_flags(typed)
             model, options = resolve_model(target), with_profile(engine_options, profile)
             if profile is not None:
                 for warning in profile_warnings(profile, options.config(model), simulate):

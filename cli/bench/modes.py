@@ -14,7 +14,7 @@ from llmsched.cli.bench.knee.knee_exploration import KneeLimits, check, explore
 from llmsched.cli.bench.knee.knee_report import knee_content, knee_json
 from llmsched.cli.bench.knee.knee_search import ATTAINMENT, TOLERANCE
 from llmsched.cli.bench.mode_flags import ModeFlags
-from llmsched.cli.bench.report.report_content import Result
+from llmsched.cli.bench.report.report_content import ReportContent, Result
 from llmsched.cli.bench.report.run_report import run_content
 from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.measure import measure
@@ -45,6 +45,7 @@ async def bench_target(
 
 async def _bench_once(opening: Opening, url: str | None, plan: RunPlan, progress: Progress) -> Result:
     """Open a target and run the load once. If the target is unreachable, report every request as failed."""
+    content = None
     try:
         async with opening as opened:
             figures = await opened.measure(plan.workload, plan.slo, progress)
@@ -55,9 +56,11 @@ async def _bench_once(opening: Opening, url: str | None, plan: RunPlan, progress
         records = [RequestRecord(index, scheduled=0.0, failure=failure) for index in range(plan.workload.num_requests)]
         figures = measure(RunRecord(records), plan.workload, plan.slo)
         experiment = Experiment(url, Provenance(url), plan.workload, plan.slo, plan.warmup or 0)
+        advice = "check that the server runs and that host and port are right"
+        content = ReportContent(errors=[f"{url} accepts no connection ({problem}), so nothing was sent; {advice}"])
     well = not figures.requests.failed and figures.requests.completed > 0
     run, report = MeasuredRun(experiment, figures), as_json(experiment, figures)
-    return Result(report, run_content(run), well, [report], run)
+    return Result(report, content or run_content(run), well, [report], run)
 
 
 async def bench_compare(

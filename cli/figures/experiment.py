@@ -28,7 +28,7 @@ class Experiment:
         work, origin = self.workload, self.provenance
         return (
             f"{origin.label} {self.name} ({origin.where}): {work.describe_requests()}, {work.describe()}, "
-            f"seed {work.seed}"
+            f"seed {work.seed}" + (f", prompt seed {work.prompt_seed}" if work.prompt_seed else "")
         )
 
 

@@ -17,6 +17,9 @@ from llmsched.cli.load.load import Load
 from llmsched.engine.goodput import Goodput, Slo, goodput
 from llmsched.engine.latency import RequestLatency
 
+#: A prefix hit rate this far above what the load allows is reported. Shares of texts are in bytes, hit rates in tokens.
+_EXCESS = 0.05
+
 #: Number of samples that must lie beyond a percentile to make the percentile reliable.
 _SAMPLES_BEYOND = 10
 
@@ -95,7 +98,7 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
     prompts = [one.record.usage.prompt_tokens for one in done]
     known = [count for count in prompts if count is not None]
     source = worst_source(done)
-    warnings = [*([] if doubt is None else [doubt]), *_warnings(done, source, latency.itl.count)]
+    warnings = [*([] if doubt is None else [doubt]), *_cache_warnings(run), *_warnings(done, source, latency.itl.count)]
     if run.interrupted:
         told = "requests still running are not counted, and the slowest are among them"
         warnings.insert(0, f"interrupted after {len(run.records)} requests: {told}")
@@ -135,6 +138,26 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
     if all(usage.cached_tokens is None for usage in stated):
         return None
     return sum(usage.cached_tokens or 0 for usage in stated) / sum(usage.prompt_tokens or 0 for usage in stated)
+
+
+def _cache_warnings(run: RunRecord) -> Iterator[str]:
+    """Yield a warning if the target served more from its cache than the prompts of the load have in common.
+
+    What a chat template adds to all prompts is also common; it is at most what it adds to any prompt.
+    """
+    records = [record for record in run.records if record.usage.prompt_tokens]
+    hit_rate = _hit_rate(records) if records and run.repeated_share is not None else None
+    if hit_rate is None or run.repeated_share is None:
+        return
+    prompts = [record.usage.prompt_tokens or 0 for record in records]
+    added = max(0, min(tokens - record.prompt_len for tokens, record in zip(prompts, records, strict=True)))
+    allowed = run.repeated_share + added * len(prompts) / sum(prompts)
+    if hit_rate > allowed + _EXCESS:
+        yield (
+            f"the target served {hit_rate:.1%} of prompt tokens from its prefix cache, but the load itself repeats at "
+            f"most {allowed:.1%}: it held these prompts from earlier requests, so the latencies are not those of new "
+            "prompts; empty its cache, or leave out --prompt-seed"
+        )
 
 
 def _warnings(done: Sequence[ServedRequest], source: str | None, gaps: int) -> Iterator[str]:

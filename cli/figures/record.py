@@ -47,8 +47,9 @@ class RequestRecord:
     `scheduled` is when the request should have been sent. `ready` is when --max-concurrency allowed that, never before
     `scheduled`. `connecting` is when the client began to open a connection, `connected` when it was open; both are None
     if the client reused a connection. `sent` is when the first byte was written. `end` is when the response ended or
-    failed. `asked_tokens` is the exact output length requested, None if the answer may be shorter. `timeline` has the
-    decisions of the target's scheduler.
+    failed. `asked_tokens` is the exact output length requested, None if the answer may be shorter. `prompt_len` is the
+    length of the prompt in tokens; each word of a text counts as one. `timeline` has the decisions of the target's
+    scheduler.
     """
 
     index: int
@@ -61,6 +62,7 @@ class RequestRecord:
     usage: ReportedUsage = field(default_factory=ReportedUsage)
     failure: RequestFailed | None = None
     asked_tokens: int | None = None
+    prompt_len: int = 0
     request_id: str | None = None
     finish_reason: str | None = None
     timeline: Timeline | None = None
@@ -110,7 +112,9 @@ class RunRecord:
     """Record of one run of a load. All times are seconds on one clock. None means unknown.
 
     `own_process` is False if the client ran in the target's process, where loop lag is part of the target's latency.
-    `interrupted` means that the user ended the run. Requests in flight at that moment have no record.
+    `interrupted` means that the user ended the run. Requests in flight at that moment have no record. `repeated_share`
+    is the share of prompt tokens that an empty prefix cache could have served from earlier requests of the load; it is
+    None if the cache was empty.
     """
 
     records: Sequence[RequestRecord]
@@ -121,6 +125,7 @@ class RunRecord:
     memory: MemoryParts | None = None
     interrupted: bool = False
     meter: KVMeter | None = None
+    repeated_share: float | None = None
 
     @property
     def start(self) -> float:

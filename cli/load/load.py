@@ -67,7 +67,7 @@ class Load(Schedule, ABC):
         """Return a description of the requests in words."""
 
     def parameters(self) -> dict[str, Any]:
-        """Return all settings as JSON values, with a `fingerprint` that only equal loads share."""
+        """Return all settings as JSON values, with a `fingerprint` that loads share if only `prompt_seed` differs."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
         for name, value in values.items():
             if value == math.inf:  # JSON has no infinity
@@ -78,7 +78,8 @@ class Load(Schedule, ABC):
         if self.arrivals != "daynight":
             idle |= {"day_period", "day_amplitude"}
         settings = {"load": self.describe(), **values, **dict.fromkeys(idle), **self._facts()}
-        canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        compared = {name: value for name, value in settings.items() if name != "prompt_seed"}
+        canonical = json.dumps(compared, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return {**settings, "fingerprint": hashlib.sha256(canonical.encode()).hexdigest()}
 
     @abstractmethod
@@ -95,7 +96,7 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
-        """Return a load of `count` similar requests with new prompts, all sent at once.
+        """Return a load of `count` similar requests with new prompts and the same `prompt_seed`, all sent at once.
 
         The answers have `output_len` tokens or, if that is None, lengths like those of this load.
         """

@@ -7,8 +7,10 @@ when it is sent. So loads of many millions of tokens need little memory.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,9 +40,27 @@ PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """Prompt of token ids or of text; the other is None. Each access computes the value again."""
+    """Prompt of token ids or of text; the other is None. Each access computes the value again.
+
+    `cache_salt` keeps a server from serving the prompt from its cache of other runs. Random prompts have none, because
+    they are new in each run.
+    """
 
     __slots__ = ()
+
+    @property
+    def cache_salt(self) -> str | None:
+        return None
+
+    @property
+    def length(self) -> int:
+        """Length in tokens, where each word of a text counts as one."""
+        raise NotImplementedError
+
+    @property
+    def content_key(self) -> tuple[Part, ...] | bytes:
+        """Content in a form in which two prompts begin alike exactly as far as their tokens or texts do."""
+        raise NotImplementedError
 
     @property
     def token_ids(self) -> list[int] | None:
@@ -110,6 +130,14 @@ class RandomPrompt(Prompt):
     vocabulary: Vocabulary = field(compare=False, repr=False)
 
     @property
+    def length(self) -> int:
+        return sum(part.length for part in self.parts)
+
+    @property
+    def content_key(self) -> tuple[Part, ...]:
+        return self.parts
+
+    @property
     def token_ids(self) -> list[int] | None:
         return None if self.vocabulary.of_words else self.vocabulary.draw(self.seed, self.parts)
 
@@ -121,8 +149,23 @@ class RandomPrompt(Prompt):
 class EncodedPrompt(Prompt):
     """Prompt of given token ids."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    __slots__ = ("_cache_salt", "_token_ids")
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         self._token_ids = np.array(token_ids, dtype=np.int32)  # a fifth of the memory of a list
+        self._cache_salt = cache_salt
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self._cache_salt
+
+    @property
+    def length(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def content_key(self) -> bytes:
+        return self._token_ids.tobytes()
 
     @property
     def token_ids(self) -> list[int] | None:
@@ -135,6 +178,19 @@ class TextPrompt(Prompt):
     """Prompt that is sent as text."""
 
     content: Content
+    salt: str | None = None
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.salt
+
+    @property
+    def length(self) -> int:
+        return len(self.content.words)
+
+    @property
+    def content_key(self) -> bytes:
+        return self.content.text.encode()
 
     @property
     def text(self) -> str | None:
@@ -143,6 +199,31 @@ class TextPrompt(Prompt):
     @property
     def messages(self) -> list[Message]:
         return list(self.content.messages or [{"role": "user", "content": self.text}])
+
+
+def repeated_share(prompts: Iterable[Prompt]) -> float:
+    """Return the share of their tokens that prompts have in common with an earlier prompt, from its first token on.
+
+    An unlimited prefix cache that was empty before cannot serve more. The share of texts is in bytes. It does not
+    depend on the order: in alphabetical order, each prompt shares the most with its neighbour.
+    """
+    keys = sorted((prompt.content_key for prompt in prompts), key=lambda key: (isinstance(key, bytes), key))
+    sizes = [len(key) if isinstance(key, bytes) else sum(part.length for part in key) for key in keys]
+    return sum(_common(one, other) for one, other in pairwise(keys)) / max(1, sum(sizes))
+
+
+def _common(one: tuple[Part, ...] | bytes, other: tuple[Part, ...] | bytes) -> int:
+    """Return the length of the common beginning of two keys of prompts, in tokens or bytes."""
+    if isinstance(one, bytes) and isinstance(other, bytes):
+        return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda end: one[:end] != other[:end])
+    common = 0
+    for part, same in zip(one, other, strict=False):
+        if not (isinstance(part, Part) and isinstance(same, Part)) or part[:2] != same[:2]:
+            break
+        common += min(part.length, same.length)
+        if part.length != same.length:
+            break
+    return common
 
 
 class TokenizerEncoder:

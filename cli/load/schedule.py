@@ -29,11 +29,13 @@ class Schedule:
     `request_rate` is in requests per second; inf sends all requests at once. With `max_concurrency` and no rate, the
     loop is closed: each request is sent when an earlier one ends. With both, a request is due at a time of the
     schedule; if it then has to wait for an earlier request to end, the wait counts as latency. With neither, all
-    requests are sent at once. No request is due later than `duration` seconds after the start. For the other settings,
-    see `Arrivals`. Raises ConfigError if a setting is out of range or has no effect.
+    requests are sent at once. No request is due later than `duration` seconds after the start. `seed` determines
+    lengths, times and, with `prompt_seed`, the tokens of random prompts. For the other settings, see `Arrivals`. Raises
+    ConfigError if a setting is out of range or has no effect.
     """
 
     seed: int = 0
+    prompt_seed: int = 0
     request_rate: float | None = None
     arrivals: ArrivalProcess = "poisson"
     burstiness: float = 1.0
@@ -44,7 +46,8 @@ class Schedule:
     duration: float | None = None
 
     def __post_init__(self) -> None:
-        check_range("seed", self.seed, self.seed >= 0, "0 or more")
+        for name in ("seed", "prompt_seed"):
+            check_range(name, value := getattr(self, name), value >= 0, "0 or more")
         if (most := self.max_concurrency) is not None:
             check_range("max_concurrency", most, 1 <= most <= MOST_REQUESTS, f"1 to {MOST_REQUESTS}")
         if (rate := self.request_rate) is not None:
@@ -107,6 +110,16 @@ class Schedule:
     def asked_rate(self) -> float | None:
         """Mean requests per second of the schedule, or None if it has no rate."""
         return None if self.process is None else self.process.mean_rate
+
+    @property
+    def token_seed(self) -> int:
+        """Seed of the tokens of random prompts. With other seeds, no prefix cache holds the prompts."""
+        return self.seed + (self.prompt_seed << 32)
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Salt that keeps a server from serving the prompts from its cache of other runs; None for `prompt_seed` 0."""
+        return f"llmsched-{self.token_seed:x}" if self.prompt_seed else None
 
     def random(self, stream: int) -> np.random.Generator:
         """Return a new random generator that depends on the seed and `stream` (ARRIVALS, INPUTS or OUTPUTS)."""

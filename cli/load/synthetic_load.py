@@ -63,7 +63,7 @@ class SyntheticLoad(Load):
         for index, length in enumerate(self._lengths(self.input_len, INPUTS).tolist()):
             shared = min(self.prefix_len, length)
             parts = (Part(PREFIX, 0, shared), Part(OWN, index, length - shared))
-            yield RandomPrompt(self.seed, tuple(part for part in parts if part.length), vocabulary)
+            yield RandomPrompt(self.token_seed, tuple(part for part in parts if part.length), vocabulary)
 
     def _answers(self, encode: TextEncoder | None) -> Iterable[int]:
         return map(int, self._lengths(self.output_len, OUTPUTS))
@@ -86,5 +86,6 @@ class SyntheticLoad(Load):
             input_len=self.input_len,
             output_len=output_len or self.output_len,
             seed=seed,
+            prompt_seed=self.prompt_seed,
             prefix_len=self.prefix_len,
         )

@@ -112,13 +112,13 @@ class TraceLoad(Load):
     def _prompts(self, vocabulary: Vocabulary, encode: TextEncoder | None) -> Iterable[Prompt]:
         for index, request in enumerate(self._requests):
             if request.content is None:
-                yield RandomPrompt(self.seed, tuple(self._parts(index, request)), vocabulary)
+                yield RandomPrompt(self.token_seed, tuple(self._parts(index, request)), vocabulary)
             elif encode is not None and not vocabulary.of_words:
-                yield EncodedPrompt(encode.prompt(request.content)[: self.max_input_len])
+                yield EncodedPrompt(encode.prompt(request.content)[: self.max_input_len], self.cache_salt)
             elif self.max_input_len is not None:
                 raise ConfigError("max_input_len", "prompts that are sent as text cannot be cut at a token")
             else:
-                yield TextPrompt(request.content)
+                yield TextPrompt(request.content, self.cache_salt)
 
     def _parts(self, index: int, request: TraceRequest) -> Iterator[Part]:
         """Yield one part per block of a prompt. Without blocks, yield one part that no other prompt shares."""
@@ -195,6 +195,7 @@ class TraceLoad(Load):
             input_len=int(median(inputs)),
             output_len=output_len or int(median(self._answers(None))),
             seed=seed,
+            prompt_seed=self.prompt_seed,
         )
 
 

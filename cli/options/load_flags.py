@@ -208,10 +208,20 @@ class LoadFlags(TraceFlags, SourceFlags):
         int,
         typer.Option(
             min=0,
-            help="The same seed gives the same prompts and arrivals. A new seed gives prompts that no prefix cache "
-            "holds.",
+            help="The same seed gives the same lengths and times and, with the same --prompt-seed, the same prompts. A "
+            "new seed gives prompts that no prefix cache holds.",
         ),
     ] = 0
+    prompt_seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default="0; for a URL, a new one in each run",
+            help="Seed of the tokens of random prompts and block ids, used with --seed. Runs on a server share cached "
+            "prompts only if you give them the same number. Texts of a trace are the same in each run; vLLM, SGLang "
+            "and llmsched get a cache salt with them, which 0 leaves out.",
+        ),
+    ] = None
     timeout: Annotated[float, duration_option("Time after which a request counts as failed.", show_default="10min")] = (
         600.0
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -36,6 +37,10 @@ _BACKLOG = 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+#: Advice for a host on which the server cannot listen.
+_HOSTS = "--host must be an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+
+
 class PortInUseError(LlmschedError):
     """Error for an address on which the server cannot listen."""
 
@@ -44,15 +49,16 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address. Port 0 picks any free port. Raises PortInUseError on failure.
 
     Call this before the model is loaded: clients that connect meanwhile wait until `run` serves them. A socket that is
-    bound but does not listen would not reserve the address for this process.
+    bound but does not listen would not reserve the address for this process. An IPv6 address may have brackets.
     """
+    host = host.removeprefix("[").removesuffix("]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise PortInUseError(f"cannot listen on {host}: {error.strerror or error}") from error
+        raise PortInUseError(f"cannot listen on {host!r}: {error.strerror or error}; {_HOSTS}") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -65,7 +71,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
     reason = (error.strerror or str(error)).lower()
-    return PortInUseError(f"cannot listen on {host}:{port}: {reason}; choose another --port")
+    advice = _HOSTS if error.errno == errno.EADDRNOTAVAIL else "choose another --port"
+    return PortInUseError(f"cannot listen on {host}:{port}: {reason}; {advice}")
 
 
 class _Server(uvicorn.Server):

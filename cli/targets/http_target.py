@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
@@ -16,6 +16,7 @@ from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.load import Load, PlannedRequest
 from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, load_encoder, usable_ids
+from llmsched.cli.load.trace_load import TraceLoad
 from llmsched.cli.targets.answer import read_answer, shorten
 from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachableError
@@ -38,6 +39,12 @@ _ENDPOINTS = ("/chat/completions", "/completions", "/models")
 
 #: Compressed chunks would arrive late and cost time. Some gateways refuse requests without a User-Agent.
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "llmsched"}
+
+#: Warning about texts that are sent without a cache salt.
+_UNSALTED = (
+    "the texts of a trace are the same in each run, and this server is not known to take a cache salt: empty its "
+    "prefix cache before another run"
+)
 
 Endpoint = Literal["completions", "chat"]
 
@@ -81,12 +88,16 @@ class HttpOptions:
 
 
 class HttpTarget:
-    """OpenAI-compatible server as a target. Call `connect` first and `close` last."""
+    """OpenAI-compatible server as a target. Call `connect` first and `close` last.
+
+    `salts` is True if the server is known to take a `cache_salt`.
+    """
 
     in_process = False
     encode: TextEncoder | None = None
     sample_interval = 1.0
     meter: KVMeter | None = None
+    salts = False
 
     def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = options.model or options.url
@@ -129,6 +140,7 @@ class HttpTarget:
             first = {}
         owner = str(first.get("owned_by"))
         self._count_chunks = _COUNT_CHUNKS.get(owner, {})
+        self.salts = owner in _COUNT_CHUNKS  # all three take it
         self._is_ours = owner == "llmsched"
         if self._is_ours:
             self.sample_interval = 0.25  # the server takes 1.4 ms to answer
@@ -154,6 +166,7 @@ class HttpTarget:
         body, extensions = self._body(request), {"trace": trace}
         outgoing = httpx.Request("POST", url, headers=self._headers, json=body, extensions=extensions)
         record.asked_tokens = request.output_len if self._options.ignore_eos else None
+        record.prompt_len = request.prompt.length
         try:
             async with self._transports.lend() as transport:
                 response = await transport.handle_async_request(outgoing)
@@ -177,6 +190,8 @@ class HttpTarget:
             body["model"] = self._model
         if self._options.ignore_eos:
             body["ignore_eos"] = True
+        if self.salts and prompt.cache_salt is not None:
+            body["cache_salt"] = prompt.cache_salt
         if self._options.endpoint == "chat":
             body["messages"] = prompt.messages
         else:
@@ -249,7 +264,7 @@ async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[Open
         await warm_up(target, plan.workload, warmup, ids=ids, timeout=plan.timeout)
 
         async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
-            return await run_workload(
+            figures = await run_workload(
                 target,
                 workload,
                 slo,
@@ -259,6 +274,9 @@ async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[Open
                 count_tokens=None if encode is None else encode.count,
                 partial=plan.partial,
             )
+            if target.salts or not (isinstance(workload, TraceLoad) and workload.trace.of_text):
+                return figures
+            return replace(figures, warnings=(*figures.warnings, _UNSALTED))
 
         yield OpenTarget(target.name, Provenance(options.url), warmup, measure)
     finally:

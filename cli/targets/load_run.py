@@ -13,6 +13,7 @@ from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.figures.token_times import CountTokens
 from llmsched.cli.load.load import Load, plan_first, run_load
+from llmsched.cli.load.prompts import repeated_share
 from llmsched.cli.targets.interface import Target
 from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import Progress
@@ -102,7 +103,17 @@ async def send_workload(
     # The counter of a restarted server begins at 0 again.
     preemptions = after - before if before is not None and after is not None and after >= before else None
     meter = None if target.meter is None else target.meter.take()
-    return RunRecord(records, preemptions, lags, not target.in_process, samples, target.memory(), interrupted, meter)
+    return RunRecord(
+        records,
+        preemptions,
+        lags,
+        not target.in_process,
+        samples,
+        target.memory(),
+        interrupted,
+        meter,
+        None if target.in_process else repeated_share(request.prompt for request in planned),
+    )
 
 
 @asynccontextmanager

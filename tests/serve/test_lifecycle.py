@@ -214,5 +214,14 @@ def test_a_server_that_fails_while_serving_ends_the_process(monkeypatch: pytest.
 
 
 def test_an_unknown_host_is_one_line() -> None:
-    with pytest.raises(PortInUseError, match=r"cannot listen on 256\.0\.0\.1"):
-        listen("256.0.0.1", 8000)
+    of_this_machine = "--host must be an address of this machine, such as 127.0.0.1"
+    for host in ("", "256.0.0.1"):
+        with pytest.raises(PortInUseError, match=rf"cannot listen on '{host}': .*; {of_this_machine}"):
+            listen(host, 8000)
+    with pytest.raises(PortInUseError, match=rf"192\.0\.2\.1:8000: cannot assign requested address; {of_this_machine}"):
+        listen("192.0.2.1", 8000)  # reserved for documentation
+
+
+def test_an_ipv6_address_may_have_brackets() -> None:
+    with listen("[::1]", 0) as listener:
+        assert listener.getsockname()[0] == "::1"

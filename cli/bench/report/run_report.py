@@ -17,9 +17,17 @@ _ENOUGH_TO_DRAW = 10
 
 
 def run_content(run: MeasuredRun) -> ReportContent:
-    """Return the content of the report of a run."""
+    """Return the content of the report of a run. If no request was completed, it has no figures, only the reasons."""
     experiment, figures = run
     counts, conclusions = figures.requests, []
+    errors = [
+        f"{count} of {counts.completed + counts.failed} requests failed: {reason}{f' ({detail})' if detail else ''}"
+        for reason, count in counts.failures.items()
+        for detail in (counts.failure_examples[reason],)
+    ]
+    notes = [experiment.headline(), *experiment.provenance.caveats()]
+    if not counts.completed:
+        return ReportContent(notes=notes, errors=errors, warnings=figures.warnings)
     if (reading := figures.reading) is not None:
         longest = "" if reading.waits.max is None else f", longest pause {human_seconds(reading.waits.max)}"
         conclusions.append(
@@ -28,17 +36,13 @@ def run_content(run: MeasuredRun) -> ReportContent:
         )
     own_tables = (slo_table(experiment.slo, figures), stall_table(figures))
     return ReportContent(
-        notes=[experiment.headline(), *experiment.provenance.caveats()],
+        notes=notes,
         tables=[latency_table(run), totals_table(run), *(table for table in own_tables if table is not None)],
         conclusions=conclusions,
         charts=run_charts(figures, experiment.slo),
         terminal_charts=2 if counts.completed >= _ENOUGH_TO_DRAW else 0,
         definitions=definitions(run),
-        errors=[
-            f"{count} of {counts.completed + counts.failed} requests failed: {reason}{f' ({detail})' if detail else ''}"
-            for reason, count in counts.failures.items()
-            for detail in (counts.failure_examples[reason],)
-        ],
+        errors=errors,
         warnings=figures.warnings,
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import CommandLine
@@ -20,15 +21,17 @@ STREAM = token(" ü\N{SLIGHTLY SMILING FACE}") * 3 + b":ping\r\n\r\n" + end(3).r
 
 
 @contextmanager
-def serving(answer: Answer) -> Iterator[str]:
-    """Yield the URL of a server on a real socket that answers every POST with `answer`."""
+def serving(answer: Answer, bodies: list[dict[str, Any]] | None = None) -> Iterator[str]:
+    """Yield the URL of a server on a real socket that answers every POST with `answer` and appends it to `bodies`."""
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if bodies is not None:
+                bodies.append(body)
             answer(self, over)
 
         def log_message(self, format: str, *args: object) -> None:
@@ -104,8 +107,37 @@ def test_a_closed_port_as_a_table(command: CommandLine) -> None:
         reserved.bind(("127.0.0.1", 0))
         outcome = command("bench", f"http://127.0.0.1:{reserved.getsockname()[1]}", "--num-prompts", "4")
     assert outcome.code == 1
-    assert "n/a" in outcome.out
-    assert "error: 4 of 4 requests failed: connect" in outcome.err
+    assert outcome.out == ""
+    assert outcome.err.count("\n") == 1
+    assert "accepts no connection" in outcome.err
+    assert "nothing was sent; check that the server runs and that host and port are right" in outcome.err
+
+
+def test_without_an_answer_the_reasons_are_shown_and_no_empty_table(command: CommandLine) -> None:
+    with serving(broken) as url:
+        outcome = command("bench", url, "--num-prompts", "2")
+    assert (outcome.code, outcome.out.count("\n")) == (1, 1)
+    assert "n/a" not in outcome.out
+    assert "error: 2 of 2 requests failed: http 500" in outcome.err
+
+
+def prompts(command: CommandLine, url: str, bodies: list[dict[str, Any]], *options: str) -> list[list[int]]:
+    """Return the prompts of a run with lengths from 4 to 40, sorted by length, and check that it reports its seed."""
+    bodies.clear()
+    outcome = command("bench", url, "--num-prompts", "6", "--input-len", "4..40", "--json", *options)
+    assert (outcome.code, len(bodies)) == (0, 6)
+    assert (outcome.json["workload"]["prompt_seed"] == 0) == ("--prompt-seed" in options)
+    return sorted((body["prompt"] for body in bodies), key=len)
+
+
+def test_runs_on_a_server_share_no_prompt_unless_asked(command: CommandLine) -> None:
+    bodies: list[dict[str, Any]] = []
+    with serving(byte_by_byte, bodies) as url:
+        one, two = (prompts(command, url, bodies) for _ in range(2))
+        assert [len(prompt) for prompt in one] == [len(prompt) for prompt in two]
+        assert all(a[:4] != b[:4] for a in one for b in two)
+        same = [prompts(command, url, bodies, "--prompt-seed", "0") for _ in range(2)]
+    assert same[0] == same[1]
 
 
 def test_a_server_of_errors(command: CommandLine) -> None:
@@ -147,6 +179,15 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("localhost:1", "--block-size", "16"), "--block-size: the settings of a running server"),
+        (("[::1]:1/v1", "--block-size", "16"), "--block-size: the settings of a running server"),
+        (("HTTP://x", "--block-size", "16"), "--block-size: the settings of a running server"),
+        (("ftp://x/",), "'ftp://x/' is not the URL of a server; write http://HOST:PORT or https://HOST:PORT"),
+        (("http:8000",), "'http:8000' is not the URL of a server"),
+        (("https//x",), "'https//x' is not the URL of a server"),
+        (("127.0.0.1",), "'127.0.0.1' is an address without a port; write http://127.0.0.1:PORT"),
+        (("localhost/v1",), "write http://localhost:PORT"),
+        (("::1",), "write http://[::1]:PORT"),
         (("http://x", "--block-size", "16"), "--block-size: the settings of a running server"),
         (("http://", "--num-prompts", "1"), "names no host"),
         (("http://localhost:99999", "--num-prompts", "1"), "port must be 1 to 65535, not 99999"),

@@ -5,8 +5,23 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
-from llmsched.cli.load.prompts import BLOCK, COMMON_IDS, OWN, WORDS, Part, RandomPrompt, Vocabulary
+from llmsched.cli.load.prompts import (
+    BLOCK,
+    COMMON_IDS,
+    OWN,
+    PREFIX,
+    WORDS,
+    EncodedPrompt,
+    Part,
+    Prompt,
+    RandomPrompt,
+    TextPrompt,
+    Vocabulary,
+    repeated_share,
+)
+from llmsched.cli.load.traces.trace import Content
 
 
 def ids(*parts: Part, seed: int = 0) -> list[int]:
@@ -48,3 +63,23 @@ def test_words_for_targets_that_take_no_ids() -> None:
 def test_huge_seeds_and_numbers() -> None:
     assert len(ids(Part(BLOCK, 2**63, 5), seed=2**80)) == 5
     assert ids(Part(BLOCK, 2**63, 50)) != ids(Part(BLOCK, 2**63 + 1, 50))
+
+
+def drawn(*parts: Part) -> Prompt:
+    return RandomPrompt(0, parts, Vocabulary(COMMON_IDS))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "share"),
+    [
+        ([], 0),
+        ([drawn(Part(PREFIX, 0, 40), Part(OWN, n, 60)) for n in range(4)], 3 * 40 / 400),
+        ([drawn(Part(BLOCK, 1, 16), Part(BLOCK, last, 4)) for last in (2, 3, 2)], (16 + 20) / 60),
+        ([drawn(Part(BLOCK, 1, 16), Part(BLOCK, 2, 16)), drawn(Part(BLOCK, 2, 16)), drawn(Part(BLOCK, 1, 5))], 5 / 53),
+        ([EncodedPrompt([1, 2, 300, 4]), EncodedPrompt([1, 2, 999999, 4]), EncodedPrompt([7, 2])], 0.2),
+        ([TextPrompt(Content(text)) for text in ("be kind: b", "x", "be kind: a")], 9 / 21),
+    ],
+)
+def test_the_share_that_prompts_repeat(prompts: list[Prompt], share: float) -> None:
+    assert repeated_share(prompts) == pytest.approx(share, abs=0.02)
+    assert repeated_share(prompts[::-1]) == repeated_share(prompts)

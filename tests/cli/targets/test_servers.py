@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_server import FakeServer, Script, end, event, token, usage
+from fake_server import FakeServer, Script, end, event, steady, token, usage
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import run_virtual
@@ -377,3 +377,34 @@ def test_tokens_have_the_time_of_receipt_that_the_transport_reports() -> None:
     record = run_virtual(main())
     assert [chunk.time for chunk in record.chunks] == [11.0, 12.0]
     assert record.end == 12.0
+
+
+@pytest.mark.parametrize(
+    ("cached", "prompt", "settings", "warned"),
+    [
+        (96, 100, {}, True),
+        (0, 100, {}, False),
+        (3, 100, {}, False),
+        (30, 100, {"prefix_len": 40}, False),
+        (96, 100, {"prefix_len": 40}, True),
+        (60, 160, {}, False),  # 60 tokens of a chat template before each prompt
+        (150, 160, {}, True),
+    ],
+)
+def test_hits_that_the_load_does_not_explain_are_a_warning(
+    cached: int, prompt: int, settings: dict[str, Any], warned: bool
+) -> None:
+    server = FakeServer(lambda number: steady(3, first=0.1, gap=0.1, prompt=prompt, cached=cached))
+    work = SyntheticLoad(num_prompts=20, input_len=100, output_len=3, **settings)
+
+    async def main() -> Measurement:
+        target = HttpTarget(HttpOptions("http://fake"), transport=server)
+        try:
+            return await run_workload(target, work, Slo(), ids=COMMON_IDS, timeout=9.0, progress=silent)
+        finally:
+            await target.close()
+
+    found = [warning for warning in run_virtual(main()).warnings if "from its prefix cache" in warning]
+    assert len(found) == warned
+    if warned and not settings and prompt == 100:
+        assert "served 96.0% of prompt tokens from its prefix cache, but the load itself repeats at" in found[0]

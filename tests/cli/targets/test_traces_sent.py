@@ -33,14 +33,18 @@ TEXTS = Trace(
 )
 
 
-def send(trace: Trace, ids: range | None, encode: WordEncoder | None = None, **options: Any) -> FakeServer:
-    server = FakeServer(lambda number: steady(3, first=0.1, gap=0.1))
+def send(
+    trace: Trace, ids: range | None, encode: WordEncoder | None = None, owner: str = "", seed: int = 0, **options: Any
+) -> FakeServer:
+    server = FakeServer(lambda number: steady(3, first=0.1, gap=0.1), {"data": [{"id": "m", "owned_by": owner}]})
 
     async def main() -> Measurement:
         target = HttpTarget(HttpOptions("http://fake", **options), transport=server)
         target.encode = encode
+        await target.connect()
+        load = TraceLoad(trace=trace, prompt_seed=seed)
         try:
-            return await run_workload(target, TraceLoad(trace=trace), Slo(), ids=ids, timeout=None, progress=silent)
+            return await run_workload(target, load, Slo(), ids=ids, timeout=None, progress=silent)
         finally:
             await target.close()
 
@@ -74,6 +78,20 @@ def test_prompts_of_which_a_trace_has_only_the_length_are_token_ids() -> None:
     one, two = (body["prompt"] for body in send(Trace("m", "mooncake", requests, timed=True), COMMON_IDS).bodies)
     assert len(one) == len(two) == 600
     assert one[:512] == two[:512] != one[88:]
+
+
+@pytest.mark.parametrize("owner", ["llmsched", "vllm", "sglang"])
+def test_texts_have_a_salt_of_the_run_where_the_server_takes_one(owner: str) -> None:
+    salts = [{body["cache_salt"] for body in send(TEXTS, COMMON_IDS, owner=owner, seed=seed).bodies} for seed in (5, 6)]
+    assert [len(salt) for salt in salts] == [1, 1]
+    assert salts[0] != salts[1]
+    lengths = Trace("m", "mooncake", (TraceRequest(1, 0.0, 6, 3), TraceRequest(2, 2.5, 6, 3)), timed=True)
+    for server in (
+        send(TEXTS, COMMON_IDS, seed=5),
+        send(TEXTS, COMMON_IDS, owner=owner),
+        send(lengths, COMMON_IDS, owner=owner, seed=5),
+    ):
+        assert not any("cache_salt" in body for body in server.bodies)
 
 
 def test_a_chat_log_in_this_process(
