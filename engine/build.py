@@ -50,7 +50,7 @@ def build_engine(
     """Load `config.model`, reserve its memory and return the engine. Weights are read after all other checks.
 
     `served_model_name` is the model's name in metrics, by default its own. Raises ModelError for a model that cannot be
-    loaded or served, and ConfigError for a setting that does not suit.
+    loaded or served, and ConfigError for a setting that does not suit the model or the device.
     """
     check_servable(config)
     opened = open_model(config, progress)
@@ -73,9 +73,10 @@ def build_engine(
 
 
 def engine_beside(engine: Engine, **knobs: Any) -> Engine:
-    """Return an engine with other settings and an empty cache that takes over the executor of `engine`.
+    """Return an engine that takes over the executor of `engine`, with other settings and an empty cache.
 
-    Raises ConfigError for a knob in RESERVING, and for a knob in LIMITS above the value for which memory was reserved.
+    `engine` must not be used afterwards. Raises ConfigError for a knob in RESERVING, and for a knob in LIMITS that is
+    above the value for which memory was reserved.
     """
     if wrong := sorted(RESERVING & knobs.keys()):
         raise ConfigError(wrong[0], "determines what is loaded and reserved; build a new engine to change it")
@@ -89,7 +90,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 def _load(
     opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """Load the model, reserve KV blocks and warm up. Also return `plan` with the measured memory."""
+    """Load the model, reserve KV blocks and warm up; return the executor, and `plan` with the measured memory."""
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
@@ -127,7 +128,10 @@ def _load(
 
 @contextmanager
 def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
-    """Turn a failed allocation into a ModelError that says what failed (`doing`), and what to do (`remedy`)."""
+    """Turn a failed allocation inside the `with` block into a ModelError.
+
+    The message says what failed (`doing`), how much memory was planned, and what to do (`remedy`).
+    """
     import torch
 
     try:

@@ -1,4 +1,7 @@
-"""Settings of the engine ("knobs"). The command line, profiles and messages are generated from these fields."""
+"""Settings of the engine ("knobs"): name, unit, default, allowed range and help text of each.
+
+The command line, profiles and error messages are generated from these fields, so a new knob is added only here.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def knob(
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine as the user gives them; a ResolvedConfig replaces "auto" and None by values.
+    """Settings of one engine as the user gives them. A ResolvedConfig has values in place of "auto" and None.
 
     Raises ConfigError if a value is out of range or has no effect in combination with another.
     """

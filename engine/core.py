@@ -39,7 +39,10 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Decisions, oldest first, about choice `index` of a request since its arrival `start` (engine's clock)."""
+    """Scheduling decisions about choice `index` of a request, oldest first.
+
+    `start` is the time at which the request arrived, in seconds of the engine's clock.
+    """
 
     index: int
     start: float
@@ -115,8 +118,8 @@ class Engine(StepLoop):
         """Queue a request. Each of its n choices is served as a sequence.
 
         `arrival_time` is in seconds of the engine's clock (default: now). Raises RequestError for a request that can
-        never be served or whose `request_id` is in use, and with `limit_queue` QueueFullError. After any other error,
-        no choice stays in the queue.
+        never be served or whose `request_id` is in use. With `limit_queue`, raises QueueFullError if more than
+        max_queue_size requests would wait. After any other error, no choice of the request stays in the queue.
         """
         if request_id in self.open_sequences:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
@@ -163,7 +166,7 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the estimated seconds until the next request finishes: the mean recent gap, rounded up."""
+        """Return the seconds until the next request is expected to finish: the mean gap between recent finishes."""
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
@@ -247,7 +250,7 @@ class Engine(StepLoop):
         self.observe(self.recorder.update)
 
     def explain(self, request_id: str) -> list[Timeline]:
-        """Return the scheduler's decisions about each sequence of a request that the ledger still knows."""
+        """Return the scheduler's decisions about each sequence of a request, if the ledger still has them."""
         timelines = []
         for index in range(MAX_N):
             entries = self.scheduler.ledger.entries(_sequence_name(request_id, index))
@@ -264,7 +267,10 @@ class Engine(StepLoop):
 
 
 class PrefixAdmin:
-    """Administration of an engine's prefix cache, in its thread: pins, reset, and the check for changing prompts."""
+    """Administration of an engine's prefix cache: pins, reset, and the check for prompts that change at an early token.
+
+    For use in the engine's thread only.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Devices and their memory, read from NVML and the kernel without torch."""
+"""Devices and their memory, which NVML and the kernel report. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Holder:
 class DeviceMemory:
     """Memory of one device in bytes. Programs can allocate `total`; other programs hold `used_by_others`.
 
-    On a CPU, `used_by_others` is the memory that is not available without swapping. `holders` lists the programs if the
-    driver names them. `computes_bf16`: the device multiplies bfloat16 in hardware, so dtype "auto" means bfloat16.
+    On a CPU, `used_by_others` is the memory that is not available without swapping. `holders` lists the other programs
+    if the driver names them. `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto"
+    means bfloat16.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -50,7 +51,10 @@ class DeviceMemory:
 
 
 def resolve_device(requested: str) -> str:
-    """Return cuda or cpu; auto means the GPU if torch sees one. Raises ConfigError for cuda without a GPU."""
+    """Return cuda or cpu; auto means the GPU if torch sees one.
+
+    Raises ConfigError if cuda is requested and torch sees no GPU.
+    """
     import torch
 
     available = torch.cuda.is_available()
@@ -75,7 +79,10 @@ def computes_bf16(device: str) -> bool:
 
 
 def device_memory(device: str = "auto") -> DeviceMemory:
-    """Return the memory of this machine's GPU or CPU. Raises ConfigError for cuda without a driver or GPU."""
+    """Return the memory of this machine's GPU or CPU; `device` is cuda, cpu, or auto for the GPU if there is one.
+
+    Raises ConfigError if cuda is requested without an NVIDIA driver or GPU.
+    """
     found = None if device == "cpu" else gpu_memory()
     if found is None and device == "cuda":
         raise ConfigError("device", "cuda is not available: no NVIDIA driver or no visible GPU; use cpu, or name a GPU")
@@ -88,7 +95,10 @@ def gpu_device(gpu: GpuSpec) -> DeviceMemory:
 
 
 def gpu_memory() -> DeviceMemory | None:
-    """Return the memory of the first GPU in CUDA_VISIBLE_DEVICES. Raises ConfigError if the driver does not tell."""
+    """Return the memory of the first GPU in CUDA_VISIBLE_DEVICES, or None without a visible GPU.
+
+    Raises ConfigError if the driver does not report the GPU's memory.
+    """
     with _nvml() as nvml:
         if nvml is None or (handle := _visible_gpu(nvml)) is None:
             return None

@@ -62,7 +62,10 @@ class ModelError(LlmschedError):
 
 
 class RequestError(LlmschedError):
-    """Error for an invalid request: over HTTP, a 4xx response with the wrong field `param` and OpenAI's `code`."""
+    """Error for an invalid request. Over HTTP it becomes a 4xx response in OpenAI's format.
+
+    `param` is the name of the wrong field, if it is a single field. `code` is OpenAI's machine-readable error code.
+    """
 
     def __init__(self, param: str | None, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -71,7 +74,10 @@ class RequestError(LlmschedError):
 
 
 class QueueFullError(LlmschedError):
-    """Error for a request that finds the queue full (HTTP 429) and may be sent again after `retry_after` seconds."""
+    """Error for a request that is refused because the waiting queue is full (HTTP 429).
+
+    `retry_after` is the number of seconds after which the client should send the request again.
+    """
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

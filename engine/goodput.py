@@ -38,7 +38,7 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return, by target, True if the request met it. An undefined figure, such as the ITL of one token, does."""
+        """Return, for each target, True if the request met it. A request without the figure meets the target."""
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
         return {name: (figure := figures[name]) is None or figure <= limit for name, limit in self.given().items()}
@@ -48,9 +48,10 @@ class Slo:
 class Goodput:
     """Goodput and SLO attainment of a run.
 
-    `requests_per_s` finished and met every target. `attainment` is, for each target and for "all", the share of all
-    requests (failed ones included) that met the target. `missed` counts, for each target, the finished requests that
-    missed it, and `missed_alone` those of them that met all other targets.
+    `requests_per_s` is the goodput: requests per second that finished and met every target. `attainment` is, for each
+    target and for "all", the share of all requests (failed ones included) that met it. `missed` counts, for each
+    target, the finished requests that missed the target. `missed_alone` counts those that missed the target and met all
+    other targets.
     """
 
     requests_per_s: float
@@ -60,10 +61,10 @@ class Goodput:
 
 
 def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:
-    """Return the goodput of a run that took `duration` seconds.
+    """Return the goodput of a run that took `duration` seconds, or None if it is undefined.
 
-    `failed` requests missed every target; `requests` are the others. Goodput is undefined (None) without targets,
-    without requests, and if requests met every target but `duration` is 0.
+    `requests` are the finished requests. The `failed` requests count as requests that missed every target. Goodput is
+    undefined without targets, without requests, and if requests met every target but `duration` is 0.
     """
     total = len(requests) + failed
     if not slo.given() or not total:

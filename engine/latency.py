@@ -1,4 +1,7 @@
-"""Definitions of TTFT, ITL, TPOT, E2E and stalls, in seconds of one clock. Too little data gives None, not 0."""
+"""Definitions of TTFT, ITL, TPOT, E2E and stalls, for server metrics, bench and tune alike.
+
+All times are in seconds of one clock. A figure for which there is too little data becomes None, not 0.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +108,8 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
     """Return the seconds that a reader at a speed of `tokens_per_s` waited for each late token.
 
-    A token is late if the reader has read all tokens before it. A wait delays all further reading, so one stall makes
-    only one token late.
+    A token is late if the reader has already read the token before it. A wait delays all further reading, so one stall
+    makes only one token late.
     """
     waits: list[float] = []
     free = math.inf
@@ -121,10 +124,10 @@ def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[floa
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:
-    """Return the tokens (or completions) per second between the first and the last arrival, or `end`.
+    """Return the tokens (or completions) per second between the first and the last arrival.
 
-    The tokens of the first arrival do not count: for n single tokens the rate is (n - 1) / (last - first). Returns None
-    for an interval of length 0.
+    The tokens of the first arrival are not counted: for n single tokens the rate is (n - 1) / (last - first). `end`, a
+    time after the last arrival, extends the interval. Returns None for an interval of length 0.
     """
     if not arrivals:
         return None

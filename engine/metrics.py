@@ -1,4 +1,7 @@
-"""Prometheus metrics of one engine, named as vLLM's dashboards expect, in seconds. Any thread may call any method."""
+"""Prometheus metrics of one engine, with the names that vLLM's dashboards use.
+
+All times are in seconds. A request arrives when it is submitted to the engine. Any thread may call any method.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ _GAUGES: Mapping[str, str] = {
 
 
 class EngineMetrics:
-    """Metrics of one engine in their own registry. Raises ConfigError if `prefix` cannot begin a metric name."""
+    """Metrics of one engine, in their own registry. Raises ConfigError if `prefix` cannot begin a metric name."""
 
     def __init__(self, model_name: str, block_size: int, num_blocks: int, prefix: str = "llmsched") -> None:
         check_prefix(prefix)

@@ -30,9 +30,10 @@ class OutputStream:
         self._last_token_time: float | None = None
 
     def take(self, update: Update) -> RequestOutput | None:
-        """Return the output that `update`, the result of one step, adds to the sequence, if any.
+        """Return the output that `update`, the result of one step, adds to the sequence, or None if it adds nothing.
 
-        If a stop string ends the sequence, the caller must finish the request in the scheduler.
+        If a stop string ends the sequence, the output has a `finish_reason` that the scheduler does not know, so the
+        caller must finish the request in the scheduler.
         """
         request, result = self.request, update.result
         # After a preemption the prompt is computed, and reported, again: keep only the new entries.
@@ -74,7 +75,7 @@ class OutputStream:
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Record the token counts and latencies of an ended sequence; only choice 0 counts the shared prompt."""
+        """Record the token counts and latencies of a sequence that ended. Only choice 0 records the prompt."""
         request, last = self.request, self._last_token_time
         metrics.finished(reason)
         if self.index == 0:
@@ -115,7 +116,7 @@ class OutputStream:
         return output
 
     def _add_text(self, output: RequestOutput, piece: str) -> None:
-        """Add text to an output. A stop string in the text ends it, except in the first min_tokens tokens."""
+        """Add text to an output. A stop string ends it, unless it is in the first min_tokens tokens."""
         if self.request.num_output_tokens <= self.request.sampling.min_tokens:
             output.text += piece
             return

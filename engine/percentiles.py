@@ -15,7 +15,10 @@ _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of samples, in their unit (None without samples). Reports take their headings from these fields."""
+    """Statistics of samples, in the unit of the samples. Without samples, `count` is 0 and the other fields hold None.
+
+    Reports take their statistics and headings from these fields. To add a percentile, add a field such as `p90`.
+    """
 
     count: int = 0
     mean: float | None = None
@@ -40,7 +43,10 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 
 def statistic(samples: Sequence[float], name: str) -> float | None:
-    """Return a statistic of the samples: mean, max, or a percentile such as p99.9. Raises LlmschedError for others."""
+    """Return the statistic `name` of the samples: mean, max, or a percentile such as p50 or p99.9.
+
+    Returns None without samples. Raises LlmschedError for any other name.
+    """
     match = _PERCENTILE.fullmatch(name)
     if name not in ("mean", "max") and (match is None or not float(match[1])):
         raise LlmschedError(f"{name!r} is not a statistic; allowed are mean, max and percentiles such as p50 or p99.9")

@@ -29,7 +29,8 @@ class Example(NamedTuple):
 class PromptChange:
     """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
 
-    `examples` are taken from two prompts. If `private`, one has a cache_salt, and only the operator may see them.
+    `examples` are from two of these prompts. If `private`, a prompt has a cache_salt, and only the operator may see
+    them.
     """
 
     position: int
@@ -48,7 +49,10 @@ class PromptChange:
 
 
 class PromptChanges:
-    """Periodic check for a PromptChange, logged if its position is at least SPREAD tokens from the last one logged."""
+    """Periodic check for a PromptChange.
+
+    A finding is logged if its position is at least SPREAD tokens from the position of the last finding that was logged.
+    """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
         self._watch = watch

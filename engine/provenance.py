@@ -11,10 +11,10 @@ from typing import Any
 class Provenance:
     """Origin of figures. `where` is "in process", a URL, or the simulated device.
 
-    The other fields describe a simulation (not `measured`); None means unknown. `calibration_error` is the median
-    relative error of step times that were fitted to a device at the time `calibrated`; `published_error` is that of a
-    roofline's TPOT against published measurements. `refused_by_serve` is the reason for which `serve` would refuse the
-    model.
+    `measured` is False for a simulation, which the other fields describe; None means unknown. `calibration_error` is
+    the median relative error of step times that were fitted to a device at the time `calibrated`. `published_error` is
+    the median relative error of a roofline's TPOT against published measurements. `refused_by_serve` is the reason for
+    which `serve` would refuse the model.
     """
 
     where: str
@@ -35,7 +35,7 @@ class Provenance:
         return {name: getattr(self, name) for name in names}
 
     def caveats(self) -> list[str]:
-        """Return a list with a sentence about the accuracy of simulated step times; empty if measured."""
+        """Return a list with one sentence about the accuracy of simulated step times; empty if measured."""
         if self.measured:
             return []
         if self.calibration_error is not None:

@@ -14,7 +14,10 @@ _SCHEMES = ("http", "https", "socks5", "socks5h")
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the URL of the proxy for requests to `url`, if any. Raises LlmschedError for a malformed proxy."""
+    """Return the URL of the proxy through which a request to `url` goes, or None if the request goes directly.
+
+    Raises LlmschedError, which names the environment variable, if the URL of the proxy is malformed.
+    """
     target = urlsplit(url)
     if proxy_bypass(target.hostname or ""):
         return None
@@ -31,7 +34,10 @@ def check_proxies(names: Iterable[str] = ("https", "http", "all")) -> None:
 
 
 def _checked(name: str, value: str) -> str:
-    """Return the proxy URL `value`, by default http (as in curl), or raise LlmschedError if it is malformed."""
+    """Return the URL of the proxy `value`, with the scheme http if `value` has no scheme (as in curl).
+
+    Raises LlmschedError if the URL is malformed. `name` is the scheme that the proxy serves.
+    """
     proxy = value if "://" in value else f"http://{value}"
     try:
         parts = urlsplit(proxy)

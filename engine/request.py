@@ -25,9 +25,9 @@ class SamplingParams:
     """Sampling parameters of a request, named as in the OpenAI API or, if OpenAI has no such parameter, as in vLLM.
 
     With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 or -1 turns
-    top_k off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens,
-    `prompt_logprobs` k those of the prompt. `max_tokens` 0 only computes the prompt. Raises RequestError, which names
-    the field and its allowed range.
+    top_k off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens.
+    `prompt_logprobs` k does the same for the prompt. `max_tokens` 0 only computes the prompt. Raises RequestError,
+    which names the field and its allowed range.
     """
 
     n: int = 1
@@ -95,9 +95,10 @@ class RequestStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Reason why a sequence ended: a stop token or string (STOP), or max_tokens or max_model_len (LENGTH).
+    """Reason why a sequence ended.
 
-    ABORT: the request was aborted, for example because the client disconnected. ERROR: see the error message.
+    STOP: an end-of-sequence token, a stop token or a stop string. LENGTH: max_tokens or max_model_len was reached.
+    ABORT: the request was aborted, for example because the client disconnected. ERROR: the error message says why.
     """
 
     STOP = "stop"
@@ -111,8 +112,9 @@ class Sequence:
     """Tokens of one output and its sampling parameters: the part of a request that executors see.
 
     `token_ids` is the prompt followed by the output, which a preemption does not shorten. The sequence ends with the
-    first token in `stop_ids` (with the end-of-sequence ids, unless ignore_eos), which the sampler excludes until
-    min_tokens tokens are generated. `seed` combines the request's seed and the index of the choice.
+    first token in `stop_ids`, which are stop_token_ids and, without ignore_eos, the end-of-sequence ids. The sampler
+    excludes these tokens until min_tokens tokens are generated. `seed` combines the request's seed and the index of the
+    choice.
     """
 
     request_id: str
@@ -169,7 +171,10 @@ class Request(Sequence):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probability of one raw token, and the most likely (token id, log-probability) pairs, best first."""
+    """Natural log-probability of one token, before temperature, penalties and filters are applied.
+
+    `top` has the (token id, log-probability) pairs of the most likely tokens, best first.
+    """
 
     token_id: int
     logprob: float
@@ -181,8 +186,8 @@ class RequestOutput:
     """New output of one sequence since its last output.
 
     `pieces` has the text that each new token added, "" for an incomplete character. The joined pieces equal `text`,
-    unless a stop string cut the text. The first output has one entry of `prompt_logprobs` per prompt token (None for
-    the first token).
+    unless a stop string cut the text. The sequence's first output has one entry of `prompt_logprobs` per prompt token
+    (None for the first token); later outputs have None.
     """
 
     request_id: str

@@ -17,8 +17,9 @@ MAX_PENDING_OUTPUTS = 256
 class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["RequestStream"]):
     """Asynchronous iterator over the outputs of one request until all choices have ended.
 
-    Raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
-    later. Leaving the stream's `async with` block early aborts the request. For use on the event loop only.
+    It raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
+    after `AsyncEngine.submit` returned. Leaving the stream's `async with` block early aborts the request. For use on
+    the event loop only.
     """
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
@@ -30,7 +31,10 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
         self._ready = asyncio.Event()
 
     def deliver(self, output: RequestOutput) -> None:
-        """Add an output without blocking; merge it into the choice's last one if MAX_PENDING_OUTPUTS are unread."""
+        """Add an output without blocking.
+
+        If MAX_PENDING_OUTPUTS outputs are unread, merge the new output into the last unread output of the same choice.
+        """
         if output.finished:
             self._unfinished -= 1
         last = None

@@ -107,7 +107,8 @@ class AsyncEngine:
     ) -> RequestStream:
         """Hand a request to the engine and return the stream of its outputs.
 
-        Raises RequestError, QueueFullError, and EngineDeadError if the engine has failed or is draining.
+        Raises RequestError for a request that can never be served, QueueFullError if too many requests wait, and
+        EngineDeadError if the engine has failed or is draining.
         """
         if self.error is not None:
             raise EngineDeadError(f"the engine has stopped: {self.error}")
@@ -230,7 +231,10 @@ class AsyncEngine:
                 ) from error
 
     def _take_inbox(self) -> None:
-        """Run the actions of the event loop. Without work, check the engine's integrity once and wait."""
+        """Run the actions that the event loop has sent.
+
+        If the engine has no work, check its integrity once and wait for the next action.
+        """
         while self._run_next(0.0):
             pass
         self.core.observe(self._refresh)
@@ -270,7 +274,7 @@ class AsyncEngine:
             self._on_loop(self._streams.deliver, outputs)
 
     def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function` on the event loop, unless the loop has closed."""
+        """Run `function` on the event loop; do nothing if the loop has closed."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)

@@ -33,9 +33,10 @@ from llmsched.profiles.toml_files import ProfileError, UnknownNameError
 
 
 class SimulatedEngine(StepLoop):
-    """Scheduler and KV memory of an engine on a virtual clock that starts at 0; `cost` predicts steps.
+    """Scheduler and KV memory of an engine on a virtual clock that starts at 0.
 
-    `per_swapped_block` is the time in seconds to copy one KV block to or from host memory.
+    `cost` predicts the seconds of a step. `per_swapped_block` is the time in seconds to copy one KV block to or from
+    host memory.
     """
 
     clock: VirtualClock
@@ -48,7 +49,10 @@ class SimulatedEngine(StepLoop):
         super().__init__(config, kv, executor, clock)
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, arrival_time: float) -> Request:
-        """Queue a request that has arrived. Raises RequestError or, if too many requests wait, QueueFullError."""
+        """Queue a request that arrived at `arrival_time`, which must not be later than the virtual clock.
+
+        Raises RequestError for a request that can never be served, and QueueFullError if too many requests wait.
+        """
         self.check_length(len(prompt), max_tokens)
         self.check_queue(len(self.scheduler.waiting), 1)
         request = Request(
@@ -81,9 +85,9 @@ class SimulatedEngine(StepLoop):
 class Blueprint:
     """Description of the engine that `build_engine` would build for `config`, made without model and device.
 
-    `cost` predicts the seconds of a step, and `swap_seconds` those of a copy of bytes of KV to or from host memory.
-    `provenance` names the device and the error of `cost`, and any other class of engines that it describes. `notes` are
-    warnings for the user.
+    `cost` predicts the seconds of a step. `swap_seconds` maps bytes of KV to the seconds that a copy to or from host
+    memory takes. `provenance` names the device and the error of `cost`, and the class of engines that `cost` describes
+    if it is another class. `notes` are warnings for the user.
     """
 
     config: ResolvedConfig
@@ -107,9 +111,9 @@ class Blueprint:
 def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
     """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
-    A name such as "h100" gives the step times of this engine, "h100:vllm" those of an engine class in
-    profiles/engines.toml, but always this engine's scheduler. Raises ConfigError for an unknown GPU or engine class,
-    for settings that the GPU does not support, and if the model does not fit.
+    A name such as "h100" gives the step times of this engine. A name such as "h100:vllm" gives the step times of an
+    engine class in profiles/engines.toml. In both cases this engine's scheduler is simulated. Raises ConfigError for an
+    unknown GPU or engine class, for settings that the GPU does not support, and if the model does not fit.
     """
     gpu_name, colon, engine_name = name.partition(":")
     try:

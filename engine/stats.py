@@ -34,8 +34,8 @@ class EngineStats(SchedulerCounters):
 
     `headroom` is the share of blocks that admission keeps free, and `max_running` is the concurrency limit;
     `num_headroom_changes` counts the changes of either. `prefix_misses` counts requests by the reason why their prefix
-    hit ended. `num_swapped_out` counts the preempted requests whose KV was copied to host memory, and `num_swapped_in`
-    back.
+    hit ended. `num_swapped_out` counts how often the KV of a preempted request was copied to host memory, and
+    `num_swapped_in` how often it was copied back.
     """
 
     num_running: int
@@ -58,7 +58,11 @@ class EngineStats(SchedulerCounters):
 
 
 class StatsRecorder:
-    """Recorder of an engine's totals and state, as metrics and as EngineStats. The engine increases the totals."""
+    """Recorder of an engine's totals and state, as metrics and as EngineStats.
+
+    The engine increases `prompt_tokens`, `generation_tokens`, `steps` and `finished`. The other figures come from the
+    scheduler.
+    """
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
         self.prompt_tokens = self.generation_tokens = self.steps = 0

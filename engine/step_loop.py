@@ -17,7 +17,7 @@ from llmsched.engine.scheduler.scheduler import Update
 class StepLoop:
     """Base of Engine and SimulatedEngine: a scheduler that plans steps and an executor that computes them.
 
-    `kv` must have the numbers of blocks and the layout of `executor`.
+    `kv` manages the blocks of `executor`, so both must have the same numbers of blocks and the same layout.
     """
 
     def __init__(self, config: ResolvedConfig, kv: KVManager, executor: Executor, clock: Callable[[], float]) -> None:
@@ -37,7 +37,10 @@ class StepLoop:
         return self.scheduler.idle_until()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
-        """Change limits. Raises ConfigError while requests run, or for a limit above what memory was reserved for."""
+        """Change the given limits while no request runs.
+
+        Raises ConfigError while requests run, and for a limit above the value for which memory was reserved.
+        """
         if self.scheduler.running:
             raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
         check_limits(self.config, limits)

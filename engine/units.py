@@ -1,4 +1,4 @@
-"""Byte counts (in binary units only, so that GiB and GB are never mixed) and times as text."""
+"""Byte counts and times as text. Byte counts are in binary units only, so that GiB and GB are never mixed."""
 
 from __future__ import annotations
 

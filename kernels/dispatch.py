@@ -35,9 +35,10 @@ def paged_attention(
     context_lens: Tensor,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention` on the query's device. Raises ValueError for unfit shapes or options.
+    """Compute `reference.paged_attention` with the backend of the query's device.
 
-    Values in tensors are not checked, because then the CPU would have to wait for the GPU.
+    Raises ValueError unless the shapes and options fit each other. Values in tensors are not checked, because then the
+    CPU would have to wait for the GPU.
     """
     _check_caches(key_cache, value_cache)
     _, heads, head_dim = query.shape
@@ -66,7 +67,7 @@ def paged_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write KV like `reference.write_kv` on the keys' device. Raises ValueError unless the shapes fit."""
+    """Write KV like `reference.write_kv`, on the keys' device. Raises ValueError unless the shapes fit each other."""
     tokens = slot_mapping.shape[0]
     for name, new, kv in (("key", key, key_cache), ("value", value, value_cache)):
         if new.shape != (tokens, kv.shape[1], kv.shape[3]):

@@ -88,8 +88,8 @@ def paged_attention(
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write the new tokens' keys [T, kv_heads, D] and values [T, kv_heads, Dv] to the cache in place.
 
-    Token t goes to block slot_mapping[t] // block_size at offset slot_mapping[t] % block_size (int64). A negative slot
-    marks padding, which is not written. No other slot may appear twice.
+    `slot_mapping` is [T] int64. Token t is written to block slot_mapping[t] // block_size at offset slot_mapping[t] %
+    block_size. A negative slot marks padding, which is not written. No other slot may appear twice.
     """
     real = slot_mapping >= 0
     slots = slot_mapping[real]

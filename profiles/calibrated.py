@@ -87,7 +87,10 @@ def load_calibration(name: str) -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Write a calibration under its own name, over an older one, and return the path. Raises ProfileError."""
+    """Write a calibration under its own name and return the path. An older calibration of this name is replaced.
+
+    Raises ProfileError if the file cannot be written.
+    """
     path = calibration_dir() / f"{calibration.name}.toml"
     content: dict[str, Any] = {
         name: getattr(calibration, name) for name in ("created", "error", "swap_seconds_per_byte")

@@ -31,7 +31,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Class of engines with its fixed seconds per step, layer and row.
+    """Class of engines, with the fixed costs of a step in total, per layer and per row.
 
     `shares` maps the key of a GPU, a GPU architecture or "default" to the shares that apply there.
     """
@@ -63,8 +63,9 @@ def find_engine(name: str) -> EngineSpec:
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
     """Build a class from its table in engines.toml, which states only the values that differ from the `default` class.
 
-    For each share, the most specific entry applies: the GPU's, then that of its architecture, then "default". At each
-    level this class's own entry comes before that of the `default` class. `error` is never that of the `default` class.
+    For each share, the most specific entry applies: the GPU's entry, then the entry of its architecture, then the entry
+    under "default". At each of these levels this class's own entry comes before that of the `default` class. `error`
+    comes only from this class's own entry.
     """
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}

@@ -13,7 +13,10 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """Shipped workload: a trace in `file`, or a synthetic load that `settings` describes by names of flags."""
+    """Workload that is shipped with llmsched: a trace in `file`, or a synthetic load that `settings` describes.
+
+    `settings` maps names of flags to values.
+    """
 
     name: str
     about: str

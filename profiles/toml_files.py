@@ -30,7 +30,10 @@ def shipped_table(name: str) -> dict[str, Any]:
 
 
 def find_entry(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """Return the entry called `name`. Raises UnknownNameError, whose message calls the entry a `kind`."""
+    """Return the entry called `name`.
+
+    Raises UnknownNameError for a name that is not in `entries`. `kind` is the word for an entry in the message.
+    """
     if name not in entries:
         raise UnknownNameError(f"{name!r} is not a known {kind}; known are {', '.join(entries)}")
     return entries[name]
@@ -42,7 +45,10 @@ def names_in(directory: Path) -> list[str]:
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises FileNotFoundError, or ProfileError (with `kind`) if unreadable."""
+    """Return the content of a TOML file. `kind` is the word for the file in messages.
+
+    Raises FileNotFoundError if the file does not exist, and ProfileError if it cannot be read.
+    """
     try:
         return tomllib.loads(read_file(path))
     except FileNotFoundError:
@@ -61,7 +67,10 @@ def check_table(where: str, table: Any) -> None:
 
 
 def created_in(where: str, content: Mapping[str, Any]) -> datetime:
-    """Return the time `created`, or 1970 if it is not stated. Raises ProfileError for a wrong type, found `where`."""
+    """Return the time `created` from the content of a file, or 1970 if the file does not state it.
+
+    Raises ProfileError if the value is not a date and time. `where` begins the message.
+    """
     created = content.get("created", datetime.fromtimestamp(0, UTC))
     if not isinstance(created, datetime):
         raise ProfileError(f"{where}: created is not a date and time such as 2026-01-31T12:00:00Z")
@@ -89,7 +98,7 @@ def check_writable(path: Path) -> None:
 
 
 def read_file(path: Path) -> str:
-    """Return the text of a regular file. Raises OSError otherwise: pipes and devices may be endless."""
+    """Return the text of a regular file. Raises OSError for other files too: a pipe or device may be endless."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file")
     return path.read_text(encoding="utf-8")
@@ -119,7 +128,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise ProfileError if `path` exists but is no regular file: writing would replace a device with a file."""
+    """Raise ProfileError if something other than a regular file is at `path`, because writing would replace it."""
     try:
         if path.exists() and not path.is_file():
             raise ProfileError(f"profile {path} cannot be written: it is not a regular file")

@@ -110,7 +110,7 @@ def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
 
 
 def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
-    """Return name and content of the newest valid profile in profile_dir() for this model and device."""
+    """Return the name and content of the newest valid profile in profile_dir() for this model and device."""
     found = []
     for name in list_profiles():
         try:
@@ -133,7 +133,7 @@ def load_profile(name_or_path: str) -> TunedProfile:
 
 
 def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
-    """Write a profile, over an older one at its path, and return the path. Raises ProfileError on failure."""
+    """Write a profile, in place of an older one at its path. Return the path. Raises ProfileError on failure."""
     path = profile_path(name_or_path)
     content: dict[str, Any] = {"created": profile.created, "measured": profile.measured, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}
@@ -143,7 +143,10 @@ def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
 
 
 def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
-    """Replace only the table [memory] in a profile's file. Raises ProfileError if this is impossible."""
+    """Replace the table [memory] in the file of a profile. Keep everything else in the file, including comments.
+
+    Raises ProfileError if the file cannot be read or written.
+    """
     path, present = profile_path(name_or_path), load_profile(name_or_path).memory
     if present == memory:
         return

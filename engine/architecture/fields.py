@@ -65,7 +65,7 @@ class ConfigCache:
         self._directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the value cached under `name`, or else the plain JSON that `ask` returns, which is then cached."""
+        """Return the value cached under `name`, or else cache and return the result of `ask`, which is plain JSON."""
         if name not in self._answers:
             self._answers[name] = ask()
             try:
@@ -94,9 +94,9 @@ class ConfigCache:
 class Fields:
     """Settings of the language model that a config describes, under standard names (layer_lists.py).
 
-    `config` is the whole, with its vision part. `known` is True if `values` includes the defaults of the model_type.
-    The file states a value for the names in `stated`, and none for those in `unstated`, although it should. `read` are
-    the names that were passed to `get`.
+    `config` is the whole config, including its vision part. `known` is True if `values` includes the defaults of the
+    model_type. The file states a value for the names in `stated`, and none for those in `unstated`, although it should.
+    `read` are the names that were passed to `get`.
     """
 
     values: Mapping[str, Any]
@@ -271,7 +271,10 @@ def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
-    """Build the transformers config, or None for an unknown model_type. Raises ModelError for rejected content."""
+    """Build the transformers config, or return None if transformers does not know the model_type.
+
+    Raises ModelError if the config class rejects the content.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

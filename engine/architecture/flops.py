@@ -25,7 +25,7 @@ _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """Weight matrices of one kind: how many `numbers`, their `size` in bytes, and the type for multiplication."""
+    """Weight matrices of one kind with `numbers` elements and `size` bytes, multiplied in the type `arithmetic`."""
 
     numbers: int
     size: float
@@ -33,7 +33,7 @@ class Matrices(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Costs of attention in all layers of one kind: bytes of KV per token, operations per (query, key) pair.
+    """Costs of attention in all layers of one kind: bytes of KV per token, and operations per (query, key) pair.
 
     If `latent` (MLA), prefill has separate keys and values for each head, but in decode all heads attend to one latent
     vector, so decode is a matrix product.
@@ -51,8 +51,9 @@ class ModelFlops:
     """Costs of a model's steps, independent of the device.
 
     `dense` are the matrices that multiply every token, `experts` are all routed experts, and `head` is the matrix that
-    computes logits. `vector_bytes` is the bytes of activations that are read and written per token, and `state_bytes`
-    those of recurrent state per sequence and step. `window` is the largest sliding window in tokens.
+    computes logits. `vector_bytes` is the bytes of activations that are read and written per token. `state_bytes` is
+    the bytes of recurrent state that are read and written per sequence and step. `window` is the largest sliding window
+    in tokens.
     """
 
     layers: int

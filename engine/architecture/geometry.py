@@ -103,13 +103,13 @@ class LayerGroup:
         return self.layers * numbers * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that this engine caches per token in all layers, which differ only for MLA."""
+        """Return the bytes that this engine caches per token. They differ from `bytes_per_token` only for MLA."""
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Layer groups of a model. Any assumption in `notes` makes its `confidence` "estimate"."""
+    """Layer groups of a model. If `notes` contains an assumption, `confidence` is "estimate", else "exact"."""
 
     groups: tuple[LayerGroup, ...]
     confidence: Confidence
@@ -128,7 +128,7 @@ class Geometry:
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes (and state) of a sequence if sliding-window layers free KV outside their windows."""
+        """Return the bytes of a sequence, with recurrent state, if layers free the KV outside their windows."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
@@ -148,18 +148,19 @@ class Geometry:
 
 
 def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_bytes: int = 2) -> Geometry:
-    """Return a model's layers in groups that need the same KV memory. Recurrent state partly takes `dtype_bytes`.
+    """Return a model's layers in groups that need the same KV memory.
 
-    Raises ModelError for an encoder-decoder, and if layers or heads are missing or inconsistent.
+    `dtype_bytes` is the bytes of one number in the model's type, in which recurrent layers keep part of their state.
+    Raises ModelError for an encoder-decoder, and for a config whose layers or heads are missing or inconsistent.
     """
     fields = config if isinstance(config, Fields) else read_fields(config)
     return LayerReader(fields.reread(), dtype_bytes).geometry()
 
 
 class LayerReader:
-    """Reader of the layers that one config describes, which collects `assumed` and known `facts` for users.
+    """Reader of the layers that one config describes. The methods raise ModelError if the config is invalid.
 
-    The methods raise ModelError if the config is invalid.
+    `assumed` collects the assumptions that the methods make, and `facts` those facts that users should know.
     """
 
     def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:

@@ -14,6 +14,8 @@ from llmsched.engine.architecture.recurrent import DeltaNetSizes, Mamba2Sizes
 class Parameters(NamedTuple):
     """Numbers of parameters in classes that quantised formats treat differently.
 
+    - linear: matrices of attention and dense MLPs
+    - experts: matrices of routed experts
     - embeddings: input embeddings, output embeddings and learned positions
     - other: norms, biases, routers, convolutions
     - encoders: image and audio encoders

@@ -46,10 +46,10 @@ Bits = float | None
 class Quantization:
     """Format of a quantised checkpoint.
 
-    `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, with scales and
-    zero points (None: not quantised). `overrides` are patterns of module names and the bits of these modules; the first
-    match counts. `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has scales for an fp8 KV
-    cache; fp8 weights alone do not imply such scales. `kv_doubts` says what is not understood of its KV cache.
+    `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, both with scales
+    and zero points; None means not quantised. `overrides` are patterns of module names and the bits of these modules;
+    the first match counts. `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has scales for an
+    fp8 KV cache; fp8 weights alone do not imply such scales. `kv_doubts` says what is not understood of its KV cache.
     """
 
     method: str

@@ -12,8 +12,8 @@ _FLOAT32 = 4
 def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
     """Return the bytes of one recurrent layer's state for one sequence; None for an unknown kind of layer.
 
-    The last kernel_size - 1 inputs of its short convolution take `dtype_bytes` per number. The recurrent state has the
-    type that the config names, or else the architecture's default type.
+    The state includes the last kernel_size - 1 inputs of the short convolution, of `dtype_bytes` per number. The
+    recurrent state itself has the type that the config names, or else the architecture's default type.
     """
     get = fields.get
     named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")))
@@ -37,7 +37,10 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
 
 
 class DeltaNetSizes(NamedTuple):
-    """Sizes of a gated delta net (Qwen3-Next, Qwen3.5). Widths are of all heads, `kernel` is the convolution's."""
+    """Sizes of a gated delta net (Qwen3-Next, Qwen3.5).
+
+    `key_width` and `value_width` are the widths of all heads together, and `kernel` is the size of the convolution.
+    """
 
     key_width: int
     value_width: int
@@ -64,7 +67,8 @@ class DeltaNetSizes(NamedTuple):
 class Mamba2Sizes(NamedTuple):
     """Sizes of a Mamba-2 mixer (Nemotron-H, Bamba, Granite hybrid, Falcon-H1).
 
-    `width` is that of x for all heads together, `state` is per channel of x, `kernel` is the convolution's.
+    `width` is the width of x for all heads together. `state` is the size of the state per channel of x. `kernel` is the
+    size of the convolution.
     """
 
     width: int

@@ -30,7 +30,7 @@ class ModelShape:
 
     `inner_size` is the width of the MLP that one token passes through; `query_size` is the width of all query heads
     together. `whole_scores` is True if a CPU must hold all attention scores at once, because the model caps them or
-    adds sinks or biases. `max_position` is the longest context in tokens, if limited. `fp8_kv`: see Quantization.
+    adds sinks or biases. `max_position` is the longest context in tokens, if limited. For `fp8_kv`, see Quantization.
     `exact` is True if all weights and activations are counted exactly.
     """
 
@@ -102,7 +102,10 @@ def inner_size(fields: Fields) -> int:
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """Return the longest context, in tokens, that can be served exactly, and a note if the model's own is longer."""
+    """Return the longest context, in tokens, that can be served exactly; None if the config does not limit it.
+
+    Also returns a note if this context is shorter than the model's own limit.
+    """
     stated = fields.get("max_position_embeddings")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
     if limit == stated:
@@ -113,8 +116,8 @@ def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
 def rotary_limit(fields: Fields) -> int | None:
     """Return the longest context, in tokens, for which rotary embeddings stay the same; None if they never change.
 
-    Types longrope and dynamic change for the whole batch when its longest sequence exceeds the original context. Then
-    results would depend on other requests, and keys that are already cached would be wrong.
+    Embeddings of the types longrope and dynamic change for the whole batch when its longest sequence exceeds the
+    original context. Then results would depend on other requests, and keys that are already cached would be wrong.
     """
     given = fields.get("rope_parameters", "rope_scaling", default={})
     per_layer_kind = [value for value in given.values() if isinstance(value, Mapping)]

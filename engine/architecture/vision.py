@@ -13,7 +13,7 @@ Settings = Mapping[str, Any]
 def encoder_parameters(config: Settings) -> int | None:
     """Count the parameters outside a model's language model; 0 for a text model.
 
-    Returns None for a model that has an audio encoder, is not in `_ENCODERS`, or lacks a setting.
+    Returns None for a model that has an audio encoder, is not in `_ENCODERS`, or lacks a setting that the count needs.
     """
     vision = config.get("vision_config")
     if any(config.get(name) for name in ("audio_config", "speech_config")):
@@ -47,7 +47,7 @@ def _plain_block(hidden: int, inner: int) -> int:
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen3-VL's or 3.5's encoder: learned positions, plain blocks, a merger and one per deepstack layer."""
+    """Count Qwen3-VL's encoder: learned positions, plain blocks, one merger, and one more per deepstack layer."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden

@@ -55,7 +55,7 @@ _REMEDY = "give the size of the weights with --weights-bytes, or name a director
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Size of a model's weights: `count` bytes in the serving type. Not `exact` means an estimate.
+    """Size of a model's weights: `count` bytes in the serving type. `exact` is False for an estimate.
 
     `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown". `doubt` says why even an
     estimate may be far from the truth.
@@ -136,7 +136,10 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
 
 
 def numbered_shards(directory: Path) -> list[Path]:
-    """Return model-00001-of-0000N.safetensors to N, of which some may be missing, if one exists in `directory`."""
+    """Return the paths model-00001-of-0000N.safetensors to model-0000N-of-0000N, some of which may be missing.
+
+    Returns an empty list if the directory has none of them.
+    """
     totals = {match["total"] for file in directory.glob("model-*") if (match := _SHARD.fullmatch(file.name))}
     return [
         directory / f"model-{number:05}-of-{total}.safetensors"

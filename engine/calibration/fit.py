@@ -62,7 +62,10 @@ def _fit(steps: Sequence[MeasuredStep], knee: float, window: int | None) -> Fit:
 
 
 def non_negative(matrix: Array) -> Array:
-    """Return the vector x >= 0 that minimises |matrix @ x - 1|, exactly: solve for every subset of the columns."""
+    """Return the vector x >= 0 that minimises |matrix @ x - 1|.
+
+    The solution is exact: the problem is solved for every subset of the columns, without the condition x >= 0.
+    """
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     scaled = matrix / scale
     gram, moment = scaled.T @ scaled, scaled.sum(axis=0)

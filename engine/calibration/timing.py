@@ -83,7 +83,7 @@ def choose_steps(limits: StepLimits) -> dict[str, Rows]:
 
 
 def describe(rows: Rows) -> str:
-    """Return the name of a step: "4 decodes of 512 + prefill of 124 after 0" (tokens of context)."""
+    """Return the name of a step, such as "4 decodes of 512 + prefill of 124 after 0" (after 0 tokens of context)."""
     decodes = [context for context, tokens in rows if tokens == 1]
     prefills = [row for row in rows if row[1] > 1]
     parts = []
@@ -109,7 +109,7 @@ class ServingOverhead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimings:
-    """Timings of `engine` on its device. `fit` is of the `steps` alone; `cost` also includes the overhead of serving.
+    """Timings of `engine` on its device. `cost` is `fit` to the `steps` plus the overhead of serving.
 
     `swap_seconds_per_byte` is the time to copy one byte of KV in one direction.
     """
@@ -133,7 +133,10 @@ def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = 
 
 
 def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Measure an engine's steps like `measure_device`. Its KV is overwritten: only `engine_beside` may use it next."""
+    """Measure the steps of an engine like `measure_device`.
+
+    The measurement overwrites the KV cache, so afterwards the engine may only be passed to `engine_beside`.
+    """
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
     config, window = engine.config, engine.plan.window
@@ -174,7 +177,7 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
 
 
 class _RecordingExecutor:
-    """Executor that records rows, tokens, start and end (seconds of `time.perf_counter`) of each step."""
+    """Executor that records the rows, tokens, start and end of each step, with times of `time.perf_counter`."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

@@ -15,8 +15,9 @@ from llmsched.engine.request import Sequence, TokenLogprob
 class ScheduledRow(NamedTuple):
     """Part of a sequence that a step computes: the tokens `sequence.token_ids[start : start + num_tokens]`.
 
-    `block_table` (int32 block ids [groups, width]) already has blocks for the new tokens. The KV of position p in layer
-    group g is in block block_table[g, p // block_size]; ids of blocks before a sliding window have no meaning.
+    `block_table` (int32 block ids [groups, width]) says where KV is stored: the KV of position p in layer group g is in
+    block block_table[g, p // block_size]. The table already has blocks for the new tokens. Ids of blocks before a
+    sliding window have no meaning.
 
     If `sample` is True, the row ends at the end of the sequence, and a new token is sampled from the logits of its last
     position.
@@ -54,9 +55,9 @@ class StepPlan:
 class RowResult:
     """Result of one row. `token_id` is None if the row did not sample. After an `error`, only this sequence ends.
 
-    `prompt_logprobs`, if the sequence asked for them, has one entry for each of the tokens start + 1 to start +
-    num_tokens that belongs to the prompt. `caused_by_request` is True if the error is due to the request's own
-    parameters, and False if it is due to the model.
+    `prompt_logprobs` is empty unless the sequence asked for them. Otherwise it has one entry for each of the tokens
+    start + 1 to start + num_tokens that belongs to the prompt. `caused_by_request` is True if the error is due to the
+    request's own parameters, and False if it is due to the model.
     """
 
     token_id: int | None = None
@@ -68,9 +69,10 @@ class RowResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """Result of a step, with one RowResult per row of the plan.
+    """Result of a step, with one RowResult per row of the plan, in the same order.
 
-    `elapsed` is the (real or virtual) time in seconds, `swap_elapsed` the part for copies to and from host memory.
+    `elapsed` is the time of the step in seconds (virtual time if simulated). It includes `swap_elapsed`, the seconds of
+    the copies to and from host memory.
     """
 
     rows: list[RowResult]
@@ -79,7 +81,7 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Interface of an object that computes steps. It knows no priorities, queues, text or sockets."""
+    """Interface of an object that computes steps. It knows nothing of priorities, queues, text and sockets."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step. An exception stops the engine; an error of a single row is reported in its RowResult."""

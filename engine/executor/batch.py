@@ -20,11 +20,12 @@ Int64 = npt.NDArray[np.int64]
 class PackedBatch:
     """Batch of T tokens in B rows, one row after the other, for a model with G groups of layers.
 
-    The shapes are input_ids [T], positions [T], slot_mapping [G, T], block_tables [G, B, max_blocks] (zeros after a
-    row's context), cu_seqlens_q [B + 1] and context_lens [B]. A context includes the new tokens.
+    The shapes are input_ids [T], positions [T], slot_mapping [G, T], block_tables [G, B, max_blocks], cu_seqlens_q [B +
+    1] and context_lens [B]. A block table has zeros after the blocks of the row's context. A context includes the new
+    tokens.
 
-    `logit_rows` are the indices of the tokens whose logits are needed: first the last tokens of the rows
-    `sampling_rows`; then, for each row i, the `prompt_counts[i]` tokens that predict prompt tokens.
+    `logit_rows` are the indices of the tokens whose logits are needed. First come the last tokens of the rows in
+    `sampling_rows`. Then come, for each row i, the `prompt_counts[i]` tokens that predict prompt tokens.
     """
 
     input_ids: Int64

@@ -18,10 +18,10 @@ MIN_STEPS = 16
 class StepShape(NamedTuple):
     """Quantities on which the time of a step depends. Rows of one token count as decodes, all others as prefills.
 
-    `kv_tokens` is the number of tokens whose KV attention reads; `prefill_kv_tokens` is the part of prefill rows.
-    `prefill_pairs` is the number of (query, key) pairs of prefill rows: n s + n (n + 1) / 2 for n tokens after s tokens
-    of context. The fields that begin with `window_` are the same numbers for sliding-window layers, or equal to the
-    other fields in a model without such layers.
+    `kv_tokens` is the number of tokens whose KV attention reads, summed over all rows; `prefill_kv_tokens` is the sum
+    over prefill rows only. `prefill_pairs` is the number of (query, key) pairs of prefill rows: n s + n (n + 1) / 2 for
+    n tokens after s tokens of context. The fields that begin with `window_` are the same numbers for sliding-window
+    layers. For a model without such layers they equal the other fields.
     """
 
     prefill_tokens: int
@@ -74,7 +74,7 @@ def _pairs(start: int, count: int) -> int:
 
 
 class StepCost(Protocol):
-    """Interface of a model of the time of a step. `window` (tokens) is None if the model has no sliding windows."""
+    """Interface of a model of the time of a step. `window` is the model's sliding window in tokens, if it has one."""
 
     @property
     def window(self) -> int | None: ...
@@ -160,7 +160,10 @@ class StepTimeModel:
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
-        """Return how many prefill tokens fit into `seconds` next to decodes that read `kv_tokens` KV tokens."""
+        """Return how many prefill tokens fit into a step of `seconds` that also decodes `decode_seqs` sequences.
+
+        `kv_tokens` is the number of KV tokens that these decodes read. Returns 0 if the decodes alone take that long.
+        """
         fit = self._fit()
         left = seconds - self.predict(StepShape(0, decode_seqs, kv_tokens))
         per_token = fit[1] / self._scale[1]
@@ -172,7 +175,10 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Return the four scaled coefficients; drop the term of the most negative one until none is negative."""
+        """Return the four scaled coefficients, all at least 0.
+
+        The fit is repeated without the term of the most negative coefficient until no coefficient is negative.
+        """
         if self._coefficients is None:
             active = [0, 1, 2, 3]
             while True:

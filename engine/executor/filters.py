@@ -4,11 +4,12 @@ All filters order tokens by logit, and equal logits (common in bfloat16) by asce
 depend only on the row's own logits, not on how a batched sort orders equal values.
 
 The draw is an exponential race. Each token has a weight w and an independent exponential time E, and the token with the
-largest w / E is drawn. This happens with probability w / sum(w): it is the Gumbel-max trick.
+largest w / E is drawn. This happens with probability w / sum(w). The race is the Gumbel-max trick, because log w - log
+E is log w plus Gumbel noise.
 
 The draw hardly depends on rounding, because the times do not depend on the logits. If a recomputation moves logits by
-1e-6, about one draw in 1e6 changes. Inverting the cumulative distribution would change far more draws: each token's
-interval in [0, 1) would shift with the sum of the weights before it.
+1e-6, about one draw in 1e6 changes. Inverting the cumulative distribution would change far more draws, because each
+token's interval in [0, 1) would shift with the sum of the weights before it.
 
 Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, which also covers races between sets of tokens by
 the sums of their weights.
@@ -35,7 +36,7 @@ Float64 = npt.NDArray[np.float64]
 
 
 class Filters(NamedTuple):
-    """Filter parameters of S rows, each an array [S], with two 32-bit words of random `keys` [2, S] per row.
+    """Filter parameters of S rows, each an array [S]. `keys` [2, S] has two 32-bit words of random key per row.
 
     Temperatures are above 0. The values top_k 0 or -1, top_p 1 and min_p 0 turn a filter off.
     """
@@ -50,9 +51,9 @@ class Filters(NamedTuple):
 def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Draw a token id for each row of logits [S, V] (fp32); return the ids [S] as int64 on the same device.
 
-    First temperature divides the logits. Then min_p keeps tokens with at least min_p times the best token's
-    probability, top_k the k best of these, and top_p the fewest best tokens whose renormalised probabilities sum to
-    top_p or more. A row whose best logit is not finite gets an id without meaning.
+    The filters apply one after the other. temperature divides the logits. min_p keeps tokens with at least min_p times
+    the best token's probability. top_k keeps the k best of these. top_p keeps the fewest best tokens whose renormalised
+    probabilities sum to top_p or more. A row whose best logit is not finite gets an id without meaning.
     """
     numbers = to_device(np.vstack(filters), logits.device)
     temperature, top_k, top_p, min_p = numbers[:4]
@@ -103,7 +104,7 @@ def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: in
 
 
 def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) -> None:
-    """Set all scores but the `kept` [S] best of each row to -inf; lower ids win ties.
+    """Keep the `kept` [S] best tokens of each row; lower ids win ties. Set the scores of all others to -inf.
 
     `last` [S, 1] is the score of the worst token to keep.
     """

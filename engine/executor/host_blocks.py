@@ -24,8 +24,9 @@ Pairs = ListLike[tuple[int, int]]
 class HostBlocks:
     """Pool of `num_blocks` blocks in host memory. They have the cache's data type, so swapping does not change values.
 
-    Blocks that are swapped together are mostly consecutive in host memory, so each run is copied at once. On a GPU, the
-    memory is page-locked and copies run on a separate stream, between earlier and later work of the compute stream.
+    Blocks that are swapped together are mostly consecutive in host memory, so each run of consecutive blocks is copied
+    at once. On a GPU, the host memory is page-locked and copies run on a separate stream. They start after all work
+    that is already queued on the compute stream, and work that is queued there later waits for them.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
@@ -79,7 +80,7 @@ class HostBlocks:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Measure the time of the copies in the `with` block, which run on a GPU's separate stream."""
+        """Measure the time of the copies in the `with` block. On a GPU, run them on the separate stream."""
         if self._stream is None:
             started = time.perf_counter()
             yield

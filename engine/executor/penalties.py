@@ -1,4 +1,7 @@
-"""Changes to single logits before sampling, never to the whole vocabulary: logit_bias, min_tokens and penalties."""
+"""Changes to logits before sampling: logit_bias, min_tokens and penalties.
+
+Each row changes only the logits of ids that the request names or that are among its tokens, never the whole vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,10 @@ class LogitEditor:
 def locate(
     device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the index (on `device`) of the entries (rows[i], id) for all ids in ids[i], or None without ids."""
+    """Return the index of the entries (rows[i], id) for all ids in ids[i], or None if all ids[i] are empty.
+
+    The index is a pair of tensors on `device`. Entries must be distinct.
+    """
     lengths = [len(each) for each in ids]
     if not sum(lengths):
         return None

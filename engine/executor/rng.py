@@ -29,7 +29,10 @@ _MIX_0, _MIX_1 = 0x604BAA5D, 0x43D6CE97
 
 
 def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
-    """Return an array [2, N]: two words per pair of seed (taken modulo 2**64) and position (0 or more)."""
+    """Return the keys of N pairs (seed, position) as an array [2, N]: two 32-bit words per pair.
+
+    Seeds are taken modulo 2**64 and may be negative. Positions must be 0 or more.
+    """
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     low = np.array(positions, dtype=np.uint64)
     zero = np.zeros_like(low)

@@ -77,15 +77,16 @@ class Roofline:
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return the seconds of work that takes `arithmetic` or `reading` seconds if only one of them limits it."""
+    """Return the seconds of work that would take `arithmetic` or `reading` seconds with only this limit."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 
 
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
-    """Return the operations per second that matrix products reach. Without fp8 units, fp8 weights are converted first.
+    """Return the operations per second that matrix products reach.
 
-    Raises ConfigError for a dtype that the GPU cannot multiply.
+    On a GPU without fp8 units, fp8 weights are converted to `dtype` before the product. Raises ConfigError for a dtype
+    that the GPU cannot multiply.
     """
     if arithmetic != "bf16" and gpu.fp8_flops:
         return gpu.sustained * gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
@@ -103,7 +104,10 @@ def _seconds(
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Return the sums of (is windowed, value) pairs for full-attention layers and for sliding-window layers."""
+    """Return the sum of the values of full-attention layers, and that of sliding-window layers.
+
+    `parts` are (is windowed, value) pairs.
+    """
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

@@ -1,8 +1,9 @@
 """Sampler of the next token of each row. Each row has its own parameters, and rows do not influence each other.
 
 Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens and penalties change the logits
-(penalties.py). A greedy row takes the highest logit, the lowest id of several equal ones. Other rows go through filters
-and the random draw (filters.py), whose key is (sequence.seed, number of output tokens so far).
+(penalties.py). A greedy row takes the token with the highest logit, the lowest id of several equal ones. Other rows go
+through the filters and the random draw (filters.py), whose key is (sequence.seed, number of output tokens so far). So
+the draw does not depend on other rows, on chunking or on preemption.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Sampler:
 
 
 def result_of(token: int, raw_best: float, best: float) -> RowResult:
-    """Return `token`, or an error if the best logit before (`raw_best`) or after the edits is not finite."""
+    """Return `token`, or an error if the best logit before the edits (`raw_best`) or after them is not finite."""
     if not math.isfinite(raw_best):
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
     if not math.isfinite(best):
@@ -88,7 +89,10 @@ def filters_of(sequences: ListLike[Sequence]) -> Filters:
 
 
 def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> list[TokenLogprob]:
-    """Return, per row of logprobs [N, V] (fp32), those of token_ids[i] and of the counts[i] best tokens."""
+    """Select log-probabilities from logprobs [N, V] (fp32), with one result per row.
+
+    The result of row i has the log-probability of token_ids[i] and those of the counts[i] best tokens.
+    """
     chosen = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=1)
     values, ids = best.values.tolist(), best.indices.tolist()
@@ -101,7 +105,10 @@ def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int])
 def prompt_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
 ) -> list[TokenLogprob]:
-    """Return `pick` of the log-softmax of logits [N, V], converting at most rows_at_once rows to fp32 at a time."""
+    """Return `pick` of the log-softmax of logits [N, V] of any dtype.
+
+    At most rows_at_once rows are converted to fp32 at a time, which limits memory.
+    """
     found: list[TokenLogprob] = []
     for low in range(0, len(counts), rows_at_once):
         part = slice(low, low + rows_at_once)

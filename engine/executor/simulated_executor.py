@@ -25,8 +25,8 @@ class VirtualClock:
 class SimulatedExecutor:
     """Executor that makes up tokens and advances `clock` by the cost of each step.
 
-    `output_length` returns after how many output tokens a sequence ends with a stop id (None: never).
-    `per_swapped_block` is the time, in seconds, to copy one block to or from host memory.
+    `output_length` returns the number of output tokens after which a sequence ends with a stop id, or None if it never
+    ends that way. `per_swapped_block` is the time, in seconds, to copy one block to or from host memory.
     """
 
     cost: StepCost

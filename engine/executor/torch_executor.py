@@ -153,7 +153,7 @@ class TorchExecutor:
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
         """Run the two largest steps that the scheduler may plan, which compiles the kernels and overwrites the cache.
 
-        Returns the peak of the bytes allocated in addition to weights and cache (None: torch does not count them).
+        Returns the peak of the bytes allocated in addition to weights and cache; None if torch does not count bytes.
         """
         num_rows = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
@@ -171,10 +171,10 @@ class TorchExecutor:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
-        """Return a plan for measuring a step with rows of (number of context tokens, number of new tokens).
+        """Return a plan for measuring the time of a step.
 
-        The step also swaps `num_swapped` blocks out and in again. It overwrites the cache, so such an engine must not
-        serve.
+        Each of `rows` is (number of context tokens, number of new tokens) of a greedy row. The step also swaps
+        `num_swapped` blocks out and in again. It overwrites the cache, so an engine that runs it must not serve.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]
@@ -183,7 +183,7 @@ class TorchExecutor:
     def _dummy_row(
         self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
     ) -> ScheduledRow:
-        """Return a row of a made-up sequence. Rows share blocks if the cache has too few."""
+        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if the cache has too few."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

@@ -59,12 +59,15 @@ class KVLayout:
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many tokens sequences of `num_tokens` (any shape) keep in blocks, summed over groups."""
+        """Return the tokens that sequences of `num_tokens` tokens (an array) keep in blocks, summed over groups."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
-        """Return the tokens of the longest sequence that fits in `num_blocks`; sys.maxsize if no group grows."""
+        """Return the length in tokens of the longest sequence that fits in `num_blocks` blocks.
+
+        Returns sys.maxsize if all groups are sliding-window groups and one window fits in each.
+        """
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
         if self.window_groups and width >= window:
@@ -75,7 +78,7 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """Layers of each cache group, and the `reason` why sliding-window layers keep all tokens (None: they do not)."""
+    """Result of `group_layers`. `reason` says why sliding-window layers keep all tokens; None if they do not."""
 
     layout: KVLayout
     group: tuple[LayerGroup, ...]
@@ -89,7 +92,8 @@ class LayerGrouping(NamedTuple):
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:
     """Return how a model's layers are cached, for sequences of at most `longest` tokens (None: unknown).
 
-    Sliding-window layers get own groups only if this saves blocks and the KV of all layers has the same shape.
+    Sliding-window layers get separate groups only if these save blocks and the KV of all layers has the same shape,
+    because all blocks must have the same size.
     """
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]

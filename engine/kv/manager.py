@@ -25,7 +25,10 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Allocate blocks for `num_tokens`, or fewer if the pool runs short; one sliding window stays free."""
+        """Allocate blocks for `num_tokens` tokens of the request, or for fewer tokens if the pool has too few blocks.
+
+        Enough blocks for one sliding window stay free in the pool.
+        """
         table = request.table
         layout = table.layout
         spare = self._pool.num_available - layout.window_groups * (layout.num_behind + 1)
@@ -148,7 +151,8 @@ class KVManager:
     def reach(self, request: Request, end: int) -> int:
         """Allocate blocks so that this step can compute the request's tokens before position `end`.
 
-        Returns a smaller position, at least one token on, if too few blocks are left for sliding windows.
+        Returns the position before which all tokens have room. It is less than `end` only if too few blocks are left
+        for sliding-window groups, and at least one token always fits.
         """
         table = request.table
         if end > table.capacity:
@@ -186,8 +190,9 @@ class KVManager:
     def num_kept(self, request: Request, demand: int | None) -> int:
         """Return how many leading blocks the request would find again in the cache if it were preempted now.
 
-        `demand` is the number of blocks that are then allocated (None: all available blocks). With sliding windows the
-        result is all findable blocks or 0, because a sequence cannot resume without its last blocks.
+        `demand` is the number of blocks that are then allocated to others; None means all available blocks. With
+        sliding windows the result is all findable blocks or 0, because a sequence cannot resume without its last
+        blocks.
         """
         if not self.prefix_cache.serves(request):
             return 0
@@ -201,14 +206,14 @@ class KVManager:
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
-        """Return how many blocks `swap_out` would copy: those with KV after the prefix that others hold too."""
+        """Return how many blocks `swap_out` would copy: all with KV except leading ones that others also hold."""
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:
         """Copy the KV of a preempted request to host memory, and release all its blocks.
 
-        The caller must check that `num_swapped` host blocks are free and that a step has included the request since
-        admission.
+        The caller must check that `num_swapped` host blocks are free, and that a step has computed the request since
+        its admission: before, KV may still have to be copied into its blocks.
         """
         assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))

@@ -18,7 +18,10 @@ MAX_SALTS = 64
 
 
 class MissKind(StrEnum):
-    """Reason why a prefix hit is not longer. Only the operator may see OTHER_SALT, which concerns other tenants."""
+    """Reason why a prefix hit is not longer; HIT if every whole block of the prompt was found.
+
+    Only the operator may see OTHER_SALT, because it reveals to one tenant what another tenant has sent.
+    """
 
     HIT = "hit"
     SKIPPED = "the cache lookup was skipped"
@@ -31,9 +34,9 @@ class MissKind(StrEnum):
 
 
 class Miss(NamedTuple):
-    """Reason for a miss after the first `position` tokens of the prompt.
+    """Reason for a miss. The first `position` tokens of the prompt are known.
 
-    `age` is the time in seconds since the eviction, for kind EVICTED if full-attention layers lost blocks.
+    For kind EVICTED, `age` is the time in seconds since the eviction, unless only sliding-window layers lost blocks.
     """
 
     kind: MissKind

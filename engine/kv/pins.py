@@ -15,7 +15,7 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return how many blocks pins may hold: a `share` of all, but `max_request_blocks` stay for the longest request."""
+    """Return how many blocks pins may hold: a `share` of all, or less if the longest request needs the others."""
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
@@ -41,10 +41,12 @@ class _Pin:
 
 
 class Pins:
-    """Pinned prefixes of an engine, which together have at most `max_blocks` blocks, written or still to be written.
+    """Pinned prefixes of an engine.
 
     A pin references all blocks of its prefix in full-attention groups, and the blocks of the last window in
-    sliding-window groups. `advance` pins blocks that requests have written since. A shared block counts once.
+    sliding-window groups. If the KV of a prefix is not written yet, `advance` pins each block once a request has
+    written it. All pins together have at most `max_blocks` blocks, written or still to be written. A shared block
+    counts once.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
@@ -66,8 +68,8 @@ class Pins:
     def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
         """Pin the whole blocks of a prefix for `ttl` seconds (None: until deleted), or renew an existing pin.
 
-        Raises RequestError if the ttl is not positive and finite, the prefix is shorter than a block, or room is
-        lacking.
+        Raises RequestError if the ttl is not positive and finite, if the prefix is shorter than a block, or if the pins
+        would exceed `max_blocks`.
         """
         if ttl is not None and not (0 < ttl < math.inf):
             raise RequestError(

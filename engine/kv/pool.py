@@ -9,9 +9,10 @@ from llmsched.engine.kv.eviction import EvictionOrder
 
 
 class KVUsage(NamedTuple):
-    """Room in KV blocks in tokens, where a token counts once in each layer group and a shared block counts once.
+    """Use of KV memory, as the number of tokens for which blocks have room. A token counts once in each layer group.
 
-    Requests or pins hold `held`, of which `empty` is without KV. Only the prefix cache keeps `cached`.
+    `held` is the room in blocks that requests or pins hold, where shared blocks count once. `empty` is the part of
+    `held` without KV. `cached` is the room in blocks that only the prefix cache keeps.
     """
 
     held: int
@@ -24,9 +25,9 @@ class BlockPool:
     """Pool of reference-counted blocks 0 .. num_blocks-1.
 
     Each block is used (ref_count > 0), cached (ref_count 0, in the prefix tree, evictable) or free (without useful
-    content). EvictionOrder chooses the cached block to evict. Requests must release their last blocks first, so that
-    the end of a sequence is evicted before its beginning; only blocks that have left a sliding window may go at any
-    time.
+    content). EvictionOrder chooses the cached block to evict. Requests must release their last blocks first: then the
+    end of a sequence is evicted before its beginning. (Blocks that have left a sliding window may be evicted at any
+    time.)
 
     `on_evict` is called with each evicted block. It returns other cached blocks that have become useless, and the pool
     frees these too.
@@ -61,7 +62,10 @@ class BlockPool:
         return self._ref_count[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each, free ones first. The caller checks `num_available`."""
+        """Return `count` blocks with one reference each: free blocks first, then cached blocks, which are evicted.
+
+        The caller must check that `num_available` is at least `count`.
+        """
         blocks = []
         for _ in range(count):
             block = self._free.pop() if self._free else self._evict()
@@ -70,7 +74,10 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int], *, shared: bool = False) -> None:
-        """Add a reference to each block. With `shared`, another request wrote these blocks of a whole prefix."""
+        """Add a reference to each block. Set `shared` if a request uses blocks that another request wrote.
+
+        With `shared`, the blocks must be a whole prefix: no earlier block may be missing.
+        """
         blocks, ref_count = list(blocks), self._ref_count
         for block in blocks:
             if ref_count[block] == 0:

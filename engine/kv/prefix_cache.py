@@ -49,8 +49,8 @@ class InFlightPrefixes:
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
         """Return the partly written block after `node` that shares the most leading tokens with `tokens`.
 
-        `tokens` is one encoded block. Returns (block of each group, number of shared tokens). A request counts only
-        once a step has included it, because KV may still have to be copied into its blocks.
+        `tokens` is one encoded block. Returns (block of each group, number of shared tokens). Requests that have not
+        been in a step since their admission are ignored, because KV may still have to be copied into their blocks.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -64,9 +64,10 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return the most tokens of `request` that one other running request will write in whole blocks.
+        """Return the number of tokens of `request` that another running request will write in whole blocks.
 
-        Only tokens from `start`, the end of the prefix `node`, to `limit` - 1 count.
+        Only tokens from `start`, the end of the prefix `node`, to `limit` - 1 count. If several running requests will
+        write such tokens, the result is the largest number.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -81,7 +82,10 @@ class InFlightPrefixes:
 
 
 class PrefixCache:
-    """Cache of written blocks, shared by requests with the same cache_salt. If not `enabled`, it stays empty."""
+    """Cache of prefixes: requests look up their known prefix, and the blocks that they write are inserted.
+
+    Only requests with the same cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, enabled: bool) -> None:
         self.enabled = enabled
@@ -94,7 +98,7 @@ class PrefixCache:
         self._layout = layout
 
     def serves(self, request: Request) -> bool:
-        """Return whether the request may reuse KV, which prompt log-probabilities forbid."""
+        """Return whether the request may reuse KV: not if it asks for prompt log-probabilities."""
         return self.enabled and request.sampling.prompt_logprobs is None
 
     # -- lookup -----------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes can be reused: those of the last window must have their window blocks."""
+        """Return how many leading nodes can be reused. Nodes of the last window must have their window blocks."""
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -145,7 +149,7 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return the most of the request's tokens after the hit that one other running request will write."""
+        """Return how many of the request's tokens after the hit another running request will write in whole blocks."""
         if not self.serves(request):
             return 0
         start = len(hit.nodes) * self.tree.block_size
@@ -161,7 +165,11 @@ class PrefixCache:
     # -- insertion -------------------------------------------------------------------------------------------
 
     def insert(self, request: Request, num_whole: int) -> None:
-        """Make `num_whole` blocks of a running request findable. Equal blocks in the tree replace its own."""
+        """Make the first `num_whole` blocks of a running request findable.
+
+        If another request has inserted the same prefix before, the blocks of the tree replace the blocks of this
+        request.
+        """
         table, size = request.table, self.tree.block_size
         self.in_flight.remove(request)
         for index in range(table.num_findable, num_whole):

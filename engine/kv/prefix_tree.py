@@ -75,9 +75,10 @@ class PrefixTree:
     def match(
         self, tokens: bytes, salt: str, max_blocks: int, first: int = 0, node: PrefixNode | None = None
     ) -> list[PrefixNode]:
-        """Return the nodes of the longest known prefix of `tokens`, up to `max_blocks` blocks.
+        """Return the nodes of the longest known prefix of the encoded `tokens`, at most `max_blocks` blocks.
 
-        If `first` is not 0, the search starts at the block with this index, and `node` must be the node before it.
+        If `first` is not 0, the search starts at the block with this index, and `node` must be the node of the block
+        before.
         """
         if node is None and (node := self._roots.get(salt)) is None:
             return []
@@ -94,8 +95,8 @@ class PrefixTree:
     def closest(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> tuple[PrefixNode | None, int]:
         """Return the child of `parent` that shares the most leading tokens with `tokens`, and their number.
 
-        `parent` None means the salt's root. `tokens` is at most one encoded block. Of more than MAX_COMPARED children,
-        only the newest are compared unless `tokens` is the key of one.
+        `parent` None means the salt's root. `tokens` is at most one encoded block. If `parent` has more than
+        MAX_COMPARED children and `tokens` is not the key of a child, only the newest children are compared.
         """
         parent = parent or self._roots.get(salt)
         if parent is None:
@@ -113,7 +114,10 @@ class PrefixTree:
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
     def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
-        """Insert `blocks` under `parent` (None: root) unless a node for `key` exists there; return the node."""
+        """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root), and return their node.
+
+        If another sequence has inserted these tokens before, its node is returned and `blocks` are not inserted.
+        """
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)
         node = parent.children.get(key)
@@ -168,11 +172,12 @@ class PrefixTree:
 class PrefixHit(NamedTuple):
     """Known prefix of a request, valid until the pool allocates a block.
 
-    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:]. Only the
-    cache holds `num_evictable` of these blocks. KV exists for the first `num_tokens` tokens: in the blocks of the
-    nodes, then in the first part of `copy_from` (a block of each group). The first `num_alike` tokens equal the tokens
-    of a cached prefix, even if their KV is too short to copy or partly evicted. If `from_host` is True, the request
-    resumes from its longer KV in host memory.
+    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:].
+    `num_evictable` of these blocks are cached now, so acquiring them lowers the number of available blocks. KV exists
+    for the first `num_tokens` tokens: in the blocks of the nodes, then in the first part of `copy_from` (a block of
+    each group). The first `num_alike` tokens equal the tokens of a cached prefix, even if their KV is too short to copy
+    or partly evicted. If `from_host` is True, the request resumes from its KV in host memory, which is longer than the
+    cached KV.
     """
 
     nodes: list[PrefixNode]

@@ -1,7 +1,7 @@
 """KV copies at the start of a step: to and from host memory for preempted requests, and between blocks.
 
-A step first copies blocks to host memory, then from block to block, then from host memory to blocks, then computes. So
-one step can save a block, overwrite it with a copy and restore or compute other KV in it.
+A step first copies blocks to host memory, then from block to block, then from host memory to blocks. After all copies,
+the step computes. So one step can save a block to host memory and then write to the same block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from llmsched.engine.units import human_bytes
 
 
 def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
-    """Return a swap space of `swap_space` bytes, 0 or from one block to `free_bytes` (otherwise ConfigError)."""
+    """Return a swap space of `swap_space` bytes (0: none) in host memory.
+
+    Raises ConfigError if `swap_space` is less than one block or more than `free_bytes`.
+    """
     if 0 < swap_space < block_bytes:
         raise ConfigError(
             "swap_space", f"{human_bytes(swap_space)} is less than a KV block ({human_bytes(block_bytes)}); set more"
@@ -32,7 +35,8 @@ def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
 class SwapSpace:
     """Host blocks 0 .. num_blocks-1 of `block_bytes` bytes each, and the next step's copies to and from them.
 
-    A host block that is about to be copied back becomes free when `take` returns the copies of the next step.
+    A host block is free, held by one preempted request (`Request.swapped`), or about to be copied back. In the last
+    case it becomes free when `take` returns the copies of the next step.
     """
 
     def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
@@ -51,7 +55,7 @@ class SwapSpace:
     def save(self, request: Request, first: int) -> None:
         """Schedule copies of the request's KV to host memory, in full-attention groups from block index `first` on.
 
-        The caller must check `num_free`, and may release the blocks at once.
+        The caller must check that `num_free` is large enough, and may release the blocks at once.
         """
         table, num_tokens = request.table, request.num_computed_tokens
         blocks = table.blocks_with_kv(first, num_tokens)
@@ -63,7 +67,10 @@ class SwapSpace:
         request.swapped = SwappedKV(first, num_tokens, hosts[:num_full], table.window_start, hosts[num_full:])
 
     def restore(self, request: Request, first: int) -> int:
-        """Schedule copies of the KV back, in full groups from block index `first` on. Return their number."""
+        """Schedule copies of the request's KV from host memory to its blocks, and return the number of blocks to copy.
+
+        In full-attention groups, only blocks from index `first` on are copied.
+        """
         table, swapped = request.table, request.swapped
         assert swapped is not None
         hosts = swapped.full_blocks[table.layout.full_groups * (first - swapped.first) :] + swapped.window_blocks
@@ -86,7 +93,10 @@ class SwapSpace:
         request.swapped = None
 
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return new (block, host block) pairs to copy to host memory, and (host block, block) pairs to copy back."""
+        """Return the copies scheduled since the last call: (block, host block) pairs, and (host block, block) pairs.
+
+        The first list has the copies to host memory, the second list the copies from host memory.
+        """
         outs = [(block, host) for host, block in self._outs.items()]
         ins = [(host, block) for block, host in self._ins.items()]
         self._free += reversed(self._returning)
@@ -103,8 +113,8 @@ class SwapSpace:
 class BlockCopies:
     """Copies from block to block at the start of the next step (copy on write).
 
-    Each destination occurs once. A source may be the destination of a later copy but not of an earlier copy, so make
-    the copies in order, or read all sources first.
+    Each destination occurs once: only the copy for its last owner is kept. A source may be the destination of a later
+    copy but not of an earlier copy, so make the copies in order, or read all sources first.
     """
 
     def __init__(self, swap: SwapSpace) -> None:

@@ -20,10 +20,9 @@ class BlockTable:
 
     Rows of full-attention groups come first and are filled. Rows of sliding-window groups hold blocks at indices
     `window_start` to `window_end` - 1; their other entries are meaningless. The first `num_findable` blocks are in the
-    prefix tree, the last of them at `node`. `num_initial` tokens counted as computed at admission.
-
-    The sequence needs no new block while num_tokens <= `capacity`, and no commit or release while num_computed_tokens <
-    `commit_at`.
+    prefix tree, and `node` is the node of the last findable block. `num_initial` tokens counted as computed at
+    admission. The sequence needs no new block while num_tokens <= `capacity`, and no commit or release while
+    num_computed_tokens < `commit_at`.
     """
 
     __slots__ = (
@@ -166,8 +165,8 @@ class SwappedKV(NamedTuple):
     """KV of a preempted request's first `num_tokens` tokens in host memory.
 
     `full_blocks` are the host blocks of full-attention groups from block index `first` on, sorted by index, then by
-    group; others hold the earlier blocks. `window_blocks` are those of sliding-window groups from index `window_start`
-    on.
+    group. Earlier blocks are not copied, because other requests or pins hold them too. `window_blocks` are the host
+    blocks of sliding-window groups from index `window_start` on.
     """
 
     first: int

@@ -47,7 +47,8 @@ def activation_bytes(
 ) -> int:
     """Return the peak bytes of a step of `num_tokens` tokens and `num_seqs` sequences of at most `context` tokens.
 
-    `dtype_bytes` is the size of a number; `float32_products`: the device multiplies 16-bit numbers in fp32.
+    `dtype_bytes` is the size of one number in weights and activations. `float32_products` is True if the device
+    computes products of 16-bit numbers in fp32.
     """
     head_dim = max(group.head_dim_k for group in shape.geometry.groups)
     mlp = num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes

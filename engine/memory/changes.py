@@ -82,11 +82,11 @@ def changes(
     demand: MemoryDemand,
     gpus: Sequence[tuple[str, DeviceMemory]] = (),
 ) -> list[Change]:
-    """Return the changes that would make `demand` fit, the cheapest first. `gpus` are names and memory of other GPUs.
+    """Return the changes that would make `demand` fit, the cheapest first.
 
     Changes that cost only memory margin or prefill speed come first, then narrower dtypes, then both combined. Next
-    come a context of at least half the length, the smallest GPU that suffices, and several devices. Fewer users at the
-    same time and a context of less than half the length come last.
+    come a context of at least half the length, the smallest GPU of `gpus` (name, memory) that suffices, and several
+    devices. Fewer users at the same time and a context of less than half the length come last.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.narrower_types()]
@@ -159,7 +159,7 @@ class _Search:
         return found
 
     def all_settings(self) -> list[Change]:
-        """Return more memory, smaller steps and narrower dtypes, added one by one until they suffice."""
+        """Combine more memory, smaller steps and narrower dtypes, one at a time, until they suffice."""
         steps: dict[str, Any] = {"max_num_batched_tokens": min(STEP_SIZES[0], self.plan.max_num_batched_tokens)}
         if self.is_wide:
             steps["dtype"] = self.half
@@ -187,7 +187,7 @@ class _Search:
         return [Change(what, f"instead of {wanted:,}", plan, {"max_model_len": context})]
 
     def another_gpu(self, gpus: Sequence[tuple[str, DeviceMemory]]) -> list[Change]:
-        """Return the change to the smallest GPU that suffices, larger than the present one if this is a GPU."""
+        """Return the change to the smallest GPU that suffices. It must be larger than the present GPU, if any."""
         config = replace(self.config, device="auto", kv_cache_memory_bytes=None, num_gpu_blocks_override=None)
         for name, gpu in sorted(gpus, key=lambda each: each[1].total):
             if self.device.kind == "cuda" and gpu.total <= self.device.total:
@@ -198,7 +198,7 @@ class _Search:
         return []
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
-        """Return the change to `settings` if it suffices; its description begins with `verb`, such as "raise"."""
+        """Return the change to `settings`, if it suffices. Its description begins with `verb`, such as "raise"."""
         plan = self.planner.plan(replace(self.config, **settings), self.device)
         if not self.demand.met_by(plan):
             return []
@@ -215,9 +215,9 @@ def _shown(name: str, value: Any) -> str:
 def longest_context(
     planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, users: int, below: int | None = None
 ) -> int | None:
-    """Return the largest max_model_len, less than `below`, at which `users` sequences of that length fit at once.
+    """Return the largest max_model_len at which `users` sequences of that length fit at the same time, or None.
 
-    The search is a bisection, because a longer context never leaves room for more sequences.
+    The result is less than `below`. The search is a bisection, because a longer context never leaves room for more.
     """
     limit = (
         planner.shape(config, device).max_position or planner.plan(replace(config, max_model_len=1), device).num_tokens
@@ -243,9 +243,9 @@ def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory
 def config_for_demand(
     config: EngineConfig, given: Mapping[str, Any], users: int | None, context: int | None
 ) -> EngineConfig:
-    """Return `config` with max_num_seqs `users` and max_model_len `context`, where not None.
+    """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`; None sets nothing.
 
-    Keeps the settings in `given`, which the user chose; raises ConfigError if these are too small for the demand.
+    A setting in `given`, which the user chose, is not changed. Raises ConfigError if it is too small for the demand.
     """
     if context is not None:
         if (limit := config.max_model_len) is not None and context > limit:

@@ -33,7 +33,7 @@ _MAX_UNITS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Lengths of n requests in tokens, int64 [n]. Without `outputs`, `prompts` has total lengths.
+    """Lengths of n requests in tokens, int64 [n]. If `outputs` is None, `prompts` has the total lengths.
 
     `source` is the description that reports show.
     """
@@ -68,7 +68,10 @@ class LengthDistribution:
 
 
 def lognormal_lengths(mean: float, variation: float) -> LengthDistribution:
-    """Return 4096 equally probable log-normal total lengths in tokens; `variation` is standard deviation / mean."""
+    """Return total lengths in tokens with a log-normal distribution, as 4096 equally probable values.
+
+    `variation` is the coefficient of variation: standard deviation / mean.
+    """
     sigma = math.sqrt(math.log1p(variation**2))
     normal = NormalDist(math.log(mean) - sigma**2 / 2, max(sigma, 1e-12))
     points = [normal.inv_cdf((index + 0.5) / _POINTS) for index in range(_POINTS)]
@@ -139,6 +142,6 @@ def _sum(one: Masses, other: Masses) -> Masses:
 
 
 def _missing(masses: Masses) -> float:
-    """Return the probability of counts above the pool's size. Up to 1e-12 is a rounding error of the FFT."""
+    """Return the probability of counts above the pool's size. Values up to 1e-12 (rounding errors) count as 0."""
     missing = 1 - float(masses.sum())
     return missing if missing > 1e-12 else 0.0

@@ -107,7 +107,10 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the KV blocks hold; with sliding windows, long sequences can have more."""
+        """Number of tokens for which the KV blocks have room if all layers keep all tokens.
+
+        With sliding windows, long sequences can have more tokens.
+        """
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property
@@ -146,7 +149,10 @@ class MemoryPlan:
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
 
     def num_admitted_at(self, length: int) -> int:
-        """Return how many prompts of `length` tokens are admitted at once, above the headroom unless alone."""
+        """Return how many sequences admission starts at the same time if each prompt has `length` tokens.
+
+        Admission observes the headroom and max_num_seqs_limit, but a single sequence needs no headroom.
+        """
         fitting = self.num_seqs_at(length)
         if not self.block_bytes:
             return fitting
@@ -156,7 +162,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """Planned and measured bytes of one part of an engine's memory (`actual` None: the device does not report it)."""
+    """Planned and measured bytes of one part of an engine's memory. `actual` is None if the device does not tell."""
 
     part: str
     predicted: int
@@ -186,7 +192,7 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
 
 
 def ratios(plan: MemoryPlan) -> dict[str, float]:
-    """Return measured / planned bytes by name in profiles, such as "kv_ratio"; empty before an engine starts."""
+    """Return measured / planned bytes by the name in a profile, such as "kv_ratio"; empty before an engine starts."""
     if plan.measured is None:
         return {}
     names = {"weights": "weights", "activations": "activations", "KV": "kv", "CUDA context": "context"}

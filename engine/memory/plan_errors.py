@@ -86,7 +86,7 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
 
 
 def _smaller(plan: MemoryPlan, need: int) -> list[str]:
-    """Return ways to shrink the model's `need` of bytes: a 16-bit dtype, if this suffices, or a smaller model."""
+    """Return remedies that shrink the model, which needs `need` bytes: a 16-bit dtype, or a smaller model."""
     device = plan.device
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
     unscaled = plan.context_bytes + plan.state_bytes

@@ -144,9 +144,9 @@ def _plan_for_context(
 
 
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
-    """Return `plan` with its KV memory divided into blocks, and `problem` set if the blocks are too few.
+    """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if the blocks are too few.
 
-    A max_model_len that the user did not set is lowered to the length that fits.
+    If the user did not set max_model_len, the plan lowers it to the length that fits.
     """
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:
@@ -187,8 +187,8 @@ def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
 class ModelPlanner:
     """Planner of one model's memory, for any settings and devices. `content` is the model's config.json.
 
-    Unless `given`, the size of the weights is read from weight files in `directory`, or else counted from the config.
-    `name` is the model's name, which may say that its weights are quantised.
+    The size of the weights is `given`, or else read from the weight files in `directory`, or else counted from the
+    config. `name` is the model's name, which may say that its weights are quantised.
     """
 
     content: Mapping[str, Any]

@@ -1,4 +1,8 @@
-"""BLOOM model over the paged KV cache. It calls BLOOM's layers itself, to pass their position biases (ALiBi) on."""
+"""BLOOM model over the paged KV cache.
+
+transformers' attention interface does not pass on BLOOM's biases for positions (ALiBi), so this module calls BLOOM's
+layers itself.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ from llmsched.engine.model.paged import LayerShape, PagedContext
 
 
 class BloomModel:
-    """Wrapper that runs a BLOOM model, in evaluation mode and on its device, over the paged KV cache."""
+    """Wrapper that runs a BLOOM model over the paged KV cache; see `PagedModel`.
+
+    The model must be in evaluation mode and on its device.
+    """
 
     def __init__(self, model: BloomForCausalLM) -> None:
         config = model.config
@@ -49,9 +56,9 @@ class BloomModel:
 def alibi_slopes(heads: int) -> Tensor:
     """Return the ALiBi slope of each head, float32 [heads] (Press et al. 2021).
 
-    If the number of heads n is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise the first p heads, p
-    the largest power of two below n, have the slopes of a model with p heads, and the others have every second slope of
-    a model with 2 p heads.
+    If the number of heads n is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise let p be the largest
+    power of two below n. The first p heads have the slopes of a model with p heads, and the others have every second
+    slope of a model with 2 p heads.
     """
     power = 1 << int(math.log2(heads))
     exponents = [8 * head / power for head in range(1, power + 1)]

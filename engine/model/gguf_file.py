@@ -1,6 +1,7 @@
 """Reader of .gguf files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-gguf-py's own reader takes ten seconds for a vocabulary of 128,000 tokens.
+gguf-py's own reader creates several numpy arrays for every string, so it takes ten seconds for a vocabulary of 128,000
+tokens.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Tensor of `shape`, in numpy's order, with `data` as gguf.dequantize expects it: one row of bytes per row."""
+    """Tensor in a .gguf file. `shape` is in numpy's order of dimensions.
+
+    `data` has one row of quantised bytes per row of the tensor, as gguf.dequantize expects.
+    """
 
     shape: tuple[int, ...]
     tensor_type: GGMLQuantizationType
@@ -111,7 +115,10 @@ class GGUFTensor:
 
 
 def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return metadata and memory-mapped tensors by name. Raises ValueError or OSError for an unreadable file."""
+    """Return the metadata and the tensors, each by name. Tensor data is memory-mapped.
+
+    Raises ValueError or OSError if the file cannot be parsed or read.
+    """
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     cursor = _Cursor(content)

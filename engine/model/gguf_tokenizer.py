@@ -37,8 +37,9 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 class PreTokenizer:
     """Rules for splitting text before BPE.
 
-    The text is first normalised to Unicode NFC (`nfc`), then every digit is split off (`digits`), then `pattern` splits
-    it (None: GPT-2's pattern). If `ignore_merges`, a word in the vocabulary becomes one token without merges.
+    If `nfc`, the text is first normalised to Unicode NFC. If `digits`, every digit is then split off. Then `pattern`
+    splits the text; None means GPT-2's pattern. If `ignore_merges`, a word that is in the vocabulary becomes one token
+    without merges. `add_bos` is the default for adding BOS.
     """
 
     pattern: str | None = None
@@ -137,7 +138,10 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like SentencePiece's BPE (best score first), and True because it adds BOS by default."""
+    """Return a tokenizer like SentencePiece's BPE, and True because it adds BOS by default.
+
+    The tokenizer merges the pair with the best score first and encodes unknown characters as bytes.
+    """
     tokens, scores = _tokens(file), file.metadata["tokenizer.ggml.scores"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = _merges_by_score(tokens, scores, file.metadata["tokenizer.ggml.token_type"], vocabulary)
@@ -172,7 +176,10 @@ def _merges_by_score(
 
 
 def _surround(file: GGUFFile, backend: Tokenizer, add_bos: bool) -> None:
-    """Make `backend` add BOS and EOS as the file says. If it does not say, `add_bos` decides, and EOS is not added."""
+    """Make `backend` add BOS and EOS when it encodes, as the file's metadata says.
+
+    If the metadata does not say, `add_bos` decides for BOS, and EOS is not added.
+    """
     template = "$A"
     specials: list[tuple[str, int]] = []
     for role, default, form in (("bos", add_bos, "{0} $A"), ("eos", False, "$A {0}")):

@@ -15,7 +15,10 @@ from llmsched.kernels.reference import AttentionOptions
 
 
 class LayerShape(NamedTuple):
-    """Shape of one layer's KV: widths of one head, and the `window` of tokens that a token attends to (None: all)."""
+    """Shape of one layer's KV. `key_dim` and `value_dim` are the widths of one head's key and value.
+
+    `window` is the number of tokens that a token attends to, itself included; None means all tokens up to itself.
+    """
 
     kv_heads: int
     key_dim: int
@@ -57,8 +60,8 @@ class KVCache:
     """KV of all blocks. A block belongs to one group at a time. `places` has the group and the part of each layer.
 
     For each part of a group (see LayerPlace), `keys` has a tensor [num_blocks, kv_heads, block_size, key_dim], and
-    `values` [num_blocks, kv_heads, block_size, value_dim]. They begin as zeros, because kernels multiply masked values
-    by 0, and 0 x NaN is NaN.
+    `values` has a tensor [num_blocks, kv_heads, block_size, value_dim]. The tensors are initialised with zeros, because
+    kernels multiply the values of masked positions by 0, and 0 x NaN is NaN.
     """
 
     keys: list[torch.Tensor]
@@ -136,7 +139,7 @@ class PagedContext:
 
 
 class PagedModel(Protocol):
-    """Model that runs over the paged KV cache, with the KV shape of each layer. Logits are `vocab_size` wide."""
+    """Model that runs over the paged KV cache. `layers` has the KV shape of each layer."""
 
     layers: list[LayerShape]
     vocab_size: int

@@ -41,10 +41,10 @@ FULL, UNKNOWN = 0, -1
 
 
 def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
-    """Return the KV shapes of the model's layers, and the width of its logits (at least its vocabulary's size).
+    """Return the KV shapes of the model's layers, and the width of its logits.
 
-    Leaves the recording attention function set, so the caller must set another. Raises ModelError if the engine cannot
-    compute the model exactly.
+    The width may exceed the size of the tokenizer's vocabulary. Afterwards the model still has the recording attention
+    function, so the caller must set another. Raises ModelError if the engine cannot compute the model exactly.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -69,7 +69,10 @@ def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:
-    """Run the tokens with attention that returns zeros; return layers' KV shapes, and the last logits in float32."""
+    """Run the tokens with attention that returns zeros.
+
+    Returns the KV shape of each layer, and the last token's logits in float32.
+    """
     layers: dict[int, LayerShape] = {}
     with torch.inference_mode():
         output = model(

@@ -60,7 +60,10 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 
 def _open_directory(spec: str, path: Path) -> ModelSource:
-    """Return a model directory, or the snapshot in a folder of the hub's cache, named after its repository."""
+    """Return a model directory, or the snapshot in a folder of the hub's cache (models--ORGANISATION--NAME).
+
+    A snapshot's folder is named after its commit, so the model gets the repository's id as its name.
+    """
     repository = path.parent.parent if path.parent.name == "snapshots" else path
     if not repository.name.startswith("models--"):
         return ModelSource(spec, path.name, path, "directory")
@@ -71,7 +74,7 @@ def _open_directory(spec: str, path: Path) -> ModelSource:
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
-    """Return a hub repository's config.json, cached or downloaded. Raises ModelError if it cannot be reached."""
+    """Return the path of a hub repository's config.json, cached or downloaded. Raises ModelError without one."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -107,7 +110,7 @@ def _check_reachable(repo_id: str) -> None:
 
 
 def _download(repo_id: str, progress: Progress) -> Path:
-    """Download a hub repository and return its directory; without a connection, the cached copy."""
+    """Download a hub repository and return its local directory. Without a connection, return the cached copy."""
     from huggingface_hub import snapshot_download
 
     progress(f"fetching {repo_id} from the Hugging Face hub", 0, 0)
@@ -130,7 +133,10 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to ModelErrors; HubUnreachableError if a cached model could still be served."""
+    """Convert errors of huggingface_hub to ModelErrors that tell the user how to proceed.
+
+    The error is a HubUnreachableError if a model in the cache could still be served.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -1,4 +1,4 @@
-"""Checks of a model's config for an architecture that can be served; probe.py checks masks and attention keywords."""
+"""Checks that a model's architecture can be served, based on its config. probe.py makes those that need the model."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return the reason why serve would refuse the model with this config.json; probe.py may still refuse the model.
+    """Return the reason why serve would refuse the model with this content of config.json; None without a reason.
 
-    Raises ModelError for a config that transformers rejects.
+    Even then probe.py may refuse the model itself. Raises ModelError for a config that transformers rejects.
     """
     decided, reason = refusal_of_file(content)
     if decided:
@@ -96,7 +96,10 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 
 
 def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Check a config.json without importing transformers; return whether this is conclusive, and any refusal."""
+    """Check the content of a config.json without importing transformers. Return a flag and a reason.
+
+    The flag is True if this check is conclusive. The reason says why the model is refused, if it is.
+    """
     read = ("architectures", "model_type", "is_encoder_decoder", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})
     config.quantization_config = dict(settings_of(content))

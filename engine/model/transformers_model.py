@@ -65,7 +65,8 @@ def attention_forward(
     """Compute attention over the paged cache, with the signature of transformers' attention functions.
 
     The shapes are: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv], attention sinks s_aux
-    [heads]. Rotary embedding has already been applied. Returns [1, T, heads, Dv]. Raises ModelError for a mask.
+    [heads]. Rotary embedding has already been applied to query and key. Returns [1, T, heads, Dv]. Raises ModelError
+    for a mask or an unknown keyword.
     """
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")

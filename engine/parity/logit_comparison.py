@@ -21,8 +21,8 @@ IMPLEMENTATION = "eager"
 class Continuation:
     """Greedy output of transformers' `generate`: n tokens and their logits [n, V] from one full forward pass.
 
-    `spread` is the largest difference between these logits and those of `generate`, which uses a KV cache. So it shows
-    how much two correct computations differ.
+    `spread` is the largest difference between these logits and the logits of `generate`, which computes one token at a
+    time with a KV cache. So `spread` shows how much two correct computations by transformers differ.
     """
 
     token_ids: tuple[int, ...]
@@ -31,7 +31,10 @@ class Continuation:
 
 
 class Reference:
-    """Plain transformers as the reference: `model` with eager attention (kept afterwards), one prompt at a time."""
+    """Plain transformers as the reference. It runs `model` with eager attention, one prompt at a time.
+
+    Afterwards the model's attention implementation is still eager.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -62,7 +65,7 @@ class Reference:
         return Continuation(tuple(tokens), logits, spread)
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
-        """Compute the logits [len(token_ids) - start, V] that predict token_ids[start:] in one full pass, on CPU."""
+        """Compute, on one full pass, the logits [len(token_ids) - start, V] that predict token_ids[start:] (on CPU)."""
         set_attention(self._model, IMPLEMENTATION)
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=self._model.device)
@@ -71,7 +74,10 @@ class Reference:
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the largest |one - other| over the last dimension, in float64: 0 for equal infinities, NaN for NaN."""
+    """Return the largest |one - other| over the last dimension, in float64.
+
+    Equal infinities differ by 0. The result is NaN where one of the logits is NaN.
+    """
     return torch.where(one == other, 0.0, (one.double() - other.double()).abs()).amax(dim=-1)
 
 
@@ -107,7 +113,10 @@ class Tolerance:
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Return the number that must be within the limit: the largest difference, or the median (see class)."""
+        """Return the number that must be within the limit, from the differences [n] at all positions of a case.
+
+        It is the largest difference; for a routed model in a type shorter than float32 it is the median.
+        """
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property
@@ -138,8 +147,8 @@ class EngineOutput:
 class Divergence:
     """First output token of `prompt` that differs from the reference, at index `position` of the output.
 
-    `margin` is the reference's logit of `expected` minus its logit of `got`. `explained`: the logits differ enough to
-    swap these tokens.
+    `margin` is the reference's logit of `expected` minus its logit of `got`. `explained` is True if the engine's logits
+    differ from the reference's enough to swap these tokens.
     """
 
     prompt: str
@@ -152,10 +161,10 @@ class Divergence:
 
 @dataclass(slots=True)
 class CaseResult:
-    """Result of one case, with the largest difference of logits at each position, `differences` [n].
+    """Result of one case. `differences` [n] has the largest difference of logits at each position.
 
-    `judged_logit_diff` must be within `tolerance` (None: no logits could be compared). `problems` describes other
-    faults: the engine failed, or an expected preemption or prefix hit did not happen.
+    `judged_logit_diff` must be within `tolerance`; None means that no logits could be compared. `problems` describes
+    other faults: the engine failed, or an expected preemption or prefix hit did not happen.
     """
 
     name: str

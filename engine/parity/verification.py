@@ -58,7 +58,10 @@ class LoadedModel:
 
 
 def load_for_parity(config: EngineConfig, progress: Progress = silent) -> LoadedModel:
-    """Load `config.model` as `serve` would. Raises ModelError, and ConfigError for an unusable device."""
+    """Load `config.model` on the device and in the dtype that `serve` would use.
+
+    Raises ModelError if the model cannot be loaded, and ConfigError for an unusable device.
+    """
     opened = open_model(config, progress)
     model = opened.load(progress)
     return LoadedModel(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)

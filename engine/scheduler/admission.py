@@ -25,9 +25,9 @@ MIN_BONUS_HIT = 512
 class Admission:
     """Part of the scheduler that moves requests from `waiting` to `running`; the scheduler owns both lists.
 
-    An epoch ends when a request arrives, ends, is preempted or is admitted. After a round that admitted no request,
-    Admission waits for the next epoch or for more available blocks (prefill chunks free blocks in sliding-window
-    layers).
+    An epoch ends whenever a request arrives, ends, is preempted or is admitted. After a round of admission that
+    admitted no request, Admission does not try again in the same epoch, unless more blocks have become available.
+    (Prefill chunks free blocks in sliding-window layers.)
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Admission:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Admit a waiting request if max_running, memory and Backfill allow it; return whether they do."""
+        """Admit a waiting request if max_running, memory and Backfill allow it; return whether it was admitted."""
         if self.is_full:
             return False
         if request in self._excluded:
@@ -148,7 +148,7 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from waiting to running, with the blocks of its prefix hit, and update the totals."""
+        """Move a request from waiting to running, with the blocks of its prefix hit. Update the totals of tokens."""
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
@@ -188,7 +188,7 @@ class Admission:
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether the uncached prompt does not fit above the headroom, or the predicted peak exceeds the pool.
 
-        An empty engine never lacks memory: every accepted request fits the pool alone.
+        Returns False if no request is running, because every accepted request fits the pool alone.
         """
         if not self._running:
             return False

@@ -14,9 +14,10 @@ from llmsched.engine.scheduler.waiting import WaitingQueue
 class Backfill:
     """Rules for overtaking: how often the first waiting request may be overtaken, and by which requests.
 
-    Admitting any request other than the first by rank overtakes the first request, whatever the cause. After
-    `max_passes` times, only the first request may be admitted. A request that does not fit gets a reserved start. A
-    request ranked behind it may be admitted only if it is also predicted to end before the reserved start.
+    Admitting any request other than the first by rank overtakes the first request, whatever the cause. The first
+    request is overtaken at most `max_passes` times; after that, only the first request may be admitted. A request that
+    does not fit gets a reserved start. A request ranked behind it may be admitted only if it is also predicted to end
+    before the reserved start.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class Backfill:
         return False
 
     def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
-        """Reserve a start for a request that lacks `missing_blocks` blocks, unless a smaller rank has one.
+        """Reserve a start for a request that lacks `missing_blocks` blocks.
 
-        The start is the step at which enough running requests are predicted to have ended.
+        The start is the step at which enough running requests are predicted to have ended. An existing reservation for
+        a request of smaller rank stays.
         """
         if self._reserved is not None and request.rank > self._reserved.rank:
             return
@@ -64,7 +66,10 @@ class Backfill:
                 break
 
     def admitted(self, request: Request) -> None:
-        """Count the admission, if not of the first request in the queue, as overtaking; drop its reservation."""
+        """Count the admission of a request as overtaking, unless the request is the first, and drop its reservation.
+
+        Call this while the admitted request is still in the queue.
+        """
         first = self._waiting.first
         if first is not request:
             first.num_passed += 1

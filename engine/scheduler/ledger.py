@@ -28,7 +28,10 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class Entry:
-    """Decision `what` about a request, made `count` times in a row from `time` to `until` (engine's clock, seconds)."""
+    """Decision about a request, made `count` times in a row from `time` to `until` (seconds of the engine's clock).
+
+    `what` names the decision, such as "preempted". `details` has the reason and figures from the latest time.
+    """
 
     time: float
     what: str

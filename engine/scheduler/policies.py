@@ -34,7 +34,10 @@ class StaticScheduler(Scheduler):
     """
 
     def _secure_memory(self) -> bool:
-        """Give each request the blocks that its sliding-window layers need. Never preempt (False)."""
+        """Give each request the blocks that its sliding-window layers need; all other blocks were reserved.
+
+        Returns False, because no request is ever preempted.
+        """
         for request in self.running:
             self.kv.grow(request)
         return False
@@ -58,7 +61,8 @@ class StaticScheduler(Scheduler):
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Its blocks stay reserved while other requests of the batch run.
 
-        A failed request frees its blocks at once: in mid-step, sliding windows may hold more blocks than were reserved.
+        The blocks of a failed request are freed at once. It fails in the middle of a step, when its sliding-window
+        groups may hold more blocks than were reserved.
         """
         if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
             self.kv.static_batch.keep(request)

@@ -32,10 +32,11 @@ _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 
 
 class Outlook(NamedTuple):
-    """Lengths of n requests in tokens (int64 [n]), from which their output lengths are predicted.
+    """Lengths of n requests in tokens, from which their output lengths are predicted.
 
-    `done` of the present `num_tokens` were generated, `limit` is max_tokens. `learned` has one pair per priority: a
-    mask (bool [n]) of its requests, and the sorted lengths of its finished outputs.
+    `num_tokens` are the present tokens of each request, `done` the tokens among these that were generated, and `limit`
+    is max_tokens, each int64 [n]. `learned` has one pair per priority: a mask (bool [n]) of the requests of this
+    priority, and the sorted lengths of its finished outputs.
     """
 
     num_tokens: Tokens
@@ -46,8 +47,9 @@ class Outlook(NamedTuple):
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:
         """Return the probability [n, len(steps)] that each request still generates tokens after `steps` more tokens.
 
-        It is the share of the finished outputs longer than the request's present output that reached the new length.
-        Without learned outputs, every request runs to max_tokens.
+        The probability is estimated from the finished outputs that are longer than the request's present output. It is
+        the share of these outputs that reached the new length. Without learned outputs, every request runs to
+        max_tokens.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)
@@ -60,9 +62,9 @@ class Outlook(NamedTuple):
 class OutputPredictor:
     """Predictor of a request's output length in tokens, from finished outputs of the same priority.
 
-    The prediction is the QUANTILE of the lengths of outputs that are longer than the request's present output. It is
-    max_tokens if this is less, if fewer than MIN_SAMPLES outputs have finished, if no finished output is longer, or if
-    the request ignores end-of-sequence tokens.
+    The prediction is the QUANTILE of the lengths of outputs that are longer than the request's present output, but at
+    most max_tokens. It is max_tokens if fewer than MIN_SAMPLES outputs have finished, if no finished output is longer,
+    or if the request ignores end-of-sequence tokens.
     """
 
     def __init__(self, method: Prediction) -> None:
@@ -71,7 +73,10 @@ class OutputPredictor:
         self._sorted: dict[int, list[int]] = {}
 
     def learn(self, request: Request) -> None:
-        """Remember a finished output length, unless it was aborted, failed or ignored end-of-sequence tokens."""
+        """Remember the output length of a finished request.
+
+        A request that was aborted, failed or ignores end-of-sequence tokens is left out.
+        """
         ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
         if not ended or request.sampling.ignore_eos:
             return
@@ -110,10 +115,10 @@ class OutputPredictor:
 def future_peak(held: Tokens, remaining: Tokens) -> int:
     """Return the most tokens that n sequences hold together until all have ended, if each adds a token per step.
 
-    `held` [n] and `remaining` [n] are the tokens that each sequence holds now and will still add, in layers that keep
-    all tokens. If the sequences are sorted by remaining tokens, most first, the first i sequences still run when
-    sequence i ends. They then hold their present tokens plus i times the remaining tokens of sequence i (LightLLM's
-    admission rule).
+    `held` [n] are the tokens that each sequence holds now, and `remaining` [n] the tokens that it will still add. All
+    layers must keep all tokens. If the sequences are sorted by remaining tokens, most first, the first i sequences
+    still run when sequence i ends. They then hold the tokens that they hold now plus i times the remaining tokens of
+    sequence i (LightLLM's admission rule).
     """
     order = np.argsort(-remaining)
     counts = np.arange(1, len(order) + 1)
@@ -144,8 +149,8 @@ def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, l
 def forecast_peak(kv: KVManager, predictor: OutputPredictor, request: Request, running: Sequence[Request]) -> int:
     """Return the predicted peak of the number of blocks in use if the request is admitted and shares no block.
 
-    Blocks that running requests share count once, and shared and pinned blocks are assumed to stay. If the longest
-    possible outputs fit the pool, the result is the number of blocks that these need.
+    Blocks that running requests share count once. The numbers of shared and of pinned blocks are assumed not to change.
+    If the longest possible outputs fit the pool, the result is the number of blocks that these outputs need.
     """
     layout, tables = kv.layout, [other.table for other in running]
     held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size

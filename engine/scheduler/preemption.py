@@ -49,7 +49,8 @@ class MeanCost:
 class MeasuredCosts:
     """Costs in seconds of computing a prefill token and of copying a block from or to host memory.
 
-    A prefill token costs only the time by which its step takes longer than decodes alone, which go on meanwhile.
+    Other requests go on decoding while a request is recomputed. So the cost of prefill tokens is only the time by which
+    a step with prefills takes longer than a step of decodes alone.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -70,7 +71,11 @@ class MeasuredCosts:
 
 
 class Loss(NamedTuple):
-    """Cost of preempting a request now: the seconds to swap its blocks out and back in, or to recompute its tokens."""
+    """Cost of preempting a request now.
+
+    If `swap` is True, `seconds` is the time to copy `num_blocks` blocks to host memory and back. Otherwise `seconds` is
+    the time to recompute `num_tokens` tokens.
+    """
 
     swap: bool
     seconds: float
@@ -103,7 +108,8 @@ class Preemption:
     def loss(self, request: Request, demand: int | None = None) -> Loss:
         """Return the cost of preempting the request.
 
-        `demand` is the number of blocks that others will then take, perhaps out of its cached KV (None: all available).
+        `demand` is the number of blocks that other requests will take from the pool; it determines how much of the
+        request's KV the prefix cache keeps. None means all available blocks, because running requests keep growing.
         """
         kept = self._kv.num_kept(request, demand) * self._kv.block_size
         num_tokens = max(0, request.num_computed_tokens - kept)
@@ -117,7 +123,10 @@ class Preemption:
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
     def decide(self, request: Request, demand: int | None) -> Loss:
-        """Return the `loss` of preempting a request now. In mode auto, deciding against a copy fades its cost."""
+        """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
+
+        In mode auto, a decision against a copy moves the measured cost of copies towards the assumed cost.
+        """
         loss = self.loss(request, demand)
         if self._mode == "auto" and not loss.swap and self._kv.swap.num_free:
             self.costs.block_copy.fade()
@@ -126,9 +135,10 @@ class Preemption:
     def choose_victim(self, running: Sequence[Request]) -> Request:
         """Return the running request that gives up its blocks when memory runs out, of two or more running requests.
 
-        The first request by rank is never chosen, so it makes progress in every step. The victim has the lowest
-        priority class among the others, then the smallest loss, then the largest rank. A request that was preempted
-        SAFE_AFTER times is chosen only if every candidate was; then the candidate with the largest rank is chosen.
+        The first request by rank is never chosen. So this request makes progress in every step, and every request
+        becomes the first at some time. Among the others, the victim has the lowest priority class, then the smallest
+        loss, then the largest rank. A request that was preempted SAFE_AFTER times is chosen only if every candidate was
+        preempted that often; then the candidate with the largest rank is chosen.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
@@ -142,10 +152,10 @@ class Preemption:
         return max(unsafe, key=lambda r: (-losses[r].seconds, -losses[r].num_tokens, r.rank, r.request_id))
 
     def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
-        """Return the running request to preempt so that `waiting`, a request of a higher class, can run.
+        """Return the running request to preempt so that `waiting`, a request of a higher class, can run, or None.
 
-        It is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER times. Only
-        policy fair has classes.
+        The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
+        times. The result is always None under policies other than fair, which have no classes.
         """
         if self._policy != "fair":
             return None

@@ -58,7 +58,10 @@ class Scheduler:
         self.configure()
 
     def configure(self, **limits: Unpack[Limits]) -> None:
-        """Change the step's limits while no request runs. Reset adapted headroom and the step-time model."""
+        """Change the limits of a step. No request may be running.
+
+        The adapted headroom and the fitted step-time model are reset; waiting requests keep their waiting times.
+        """
         assert not self.running
         self.config = replace(self.config, **limits)
         self.pacer = Pacer(self.config)
@@ -98,7 +101,8 @@ class Scheduler:
     def kv_usage(self, computed: StepPlan | None = None) -> KVUsage:
         """Return how KV memory is used.
 
-        If `computed`, an executed plan that `update` has not seen, is given, its tokens count as written.
+        `computed` is a plan that was executed but not yet passed to `update`. Its tokens count as written, and the
+        requests that end with it still hold their blocks.
         """
         use = self.kv.usage(self.running)
         written = 0 if computed is None else self.kv.layout.num_groups * computed.num_tokens

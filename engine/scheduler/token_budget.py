@@ -23,7 +23,7 @@ WARN_AFTER = 32
 class Pacer:
     """Controller that sizes each step's token budget to meet target_itl, with a step-time model fitted to past steps.
 
-    The budget is max_num_batched_tokens without a target, without decodes, or until the model is trusted.
+    The budget is max_num_batched_tokens if there is no target, if no request decodes, or until the model is trusted.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -69,7 +69,7 @@ class StepBuilder:
         self._behind: set[Request] = set()
 
     def give(self, request: Request, limit: int) -> int:
-        """Schedule as many of the request's tokens as `limit`, budget and memory allow; return their number."""
+        """Schedule as many of the request's tokens as `limit`, the budget and memory allow; return their number."""
         given = self._counts.get(request, 0)
         start = request.num_computed_tokens + given
         count = min(limit, self.left, request.num_tokens - start)

@@ -37,7 +37,8 @@ def initial_rank(request: Request, config: EngineConfig) -> float:
 class WaitReason(StrEnum):
     """Reason why the first waiting request is not admitted.
 
-    STEP: the step's token budget is used up. PREFIX: running requests are computing KV that the request can reuse.
+    MAX_RUNNING: the limit on running requests is reached. MEMORY: too few blocks are available. STEP: the step's token
+    budget is used up. PREFIX: running requests are still computing KV that the request can reuse.
     """
 
     MAX_RUNNING = "slot"
@@ -139,11 +140,12 @@ class WaitingQueue:
         return self._short[:count]
 
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
-        """Yield up to `count` requests by rank and `count` by arrival in the order in which to consider them.
+        """Yield requests, each once, in the order in which they are considered for admission.
 
-        Among the first BONUS_WINDOW requests by rank, a request is moved forward by its `bonus`, which is at most
-        `max_bonus` (both in seconds). Whenever the arrival quota is due, the request that has waited longest comes
-        next, so the caller must pass each admitted offer to `count_taken`. The iteration uses a copy of the queue.
+        The order is by rank. Among the first BONUS_WINDOW requests, a request is moved forward by its `bonus`, which is
+        at most `max_bonus` (both in seconds). Whenever the arrival quota is due, the request that has waited longest
+        comes next, so the caller must pass each admitted offer to `count_taken`. Only the first `count` requests by
+        rank, and the first `count` by arrival, are considered. The iteration uses a copy of the queue.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]

@@ -10,8 +10,9 @@ from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 class Detokenizer:
     """Incremental detokenizer of one output.
 
-    The texts of `push` and a final `flush` equal `tokenizer.decode(ids, skip_special_tokens)` for any ids. `push` holds
-    back only the bytes of an incomplete character, which the next token may change.
+    The texts that `push` returns, followed by the text that `flush` returns, equal `tokenizer.decode(ids,
+    skip_special_tokens)` for any ids. `push` holds back only the bytes of an incomplete character, which the next token
+    may change.
 
     For a byte-level tokenizer, the text is the bytes of all tokens, decoded as UTF-8. The tokenizers library gives the
     same text for invalid bytes: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per maximal

@@ -6,9 +6,10 @@ from __future__ import annotations
 class StopMatcher:
     """Matcher that ends a text at the first stop string. The text arrives in pieces of any size.
 
-    The match that ends first counts, the longest one if several end at the same character. So the result does not
-    depend on the pieces. Text is held back only while it may begin a stop string. Each stop string has a
-    Knuth-Morris-Pratt automaton, so the cost per character does not depend on the lengths of the stop strings.
+    The match that ends first counts. If several matches end at the same character, the longest one counts. So the
+    result does not depend on the pieces. Text is held back only while it may be the beginning of a stop string. Each
+    stop string has a Knuth-Morris-Pratt automaton, so the cost per character does not depend on the lengths of the stop
+    strings.
     """
 
     def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
@@ -19,7 +20,10 @@ class StopMatcher:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text, before any match. Return the text that is certain to be output, and the stop string, if any."""
+        """Add a piece of text. Return the text that is certain to be part of the output, and the stop string, if any.
+
+        Do not call `push` again after a match.
+        """
         if not self._stops:
             return text, None
         buffer = self.held + text

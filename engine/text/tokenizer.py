@@ -24,8 +24,9 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """Thread-safe tokenizer of one model.
 
-    `vocab_size` is the largest id that has a token, plus 1; the model's vocabulary may be padded. `eos_token_ids` has
-    only the tokenizer's own EOS id; ModelInfo has all EOS ids. `byte_level`: tokens are in GPT-2's byte-level alphabet.
+    `vocab_size` is the largest id that has a token, plus 1; the model's vocabulary may be padded to a larger size.
+    `eos_token_ids` has only the tokenizer's own EOS id; ModelInfo has all EOS ids. `byte_level` is True if tokens are
+    written in GPT-2's byte-level alphabet.
     """
 
     def __init__(self, fast: PreTrainedTokenizerBase) -> None:
@@ -58,7 +59,7 @@ class Tokenizer:
         return template.get("default") if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True, *, escaped: bool = False) -> list[int]:
-        """Return the token ids of `text`, in which special tokens are recognised.
+        """Return the token ids of `text`. Special tokens that are written in the text are recognised.
 
         `add_special_tokens` adds the tokens around a text, often only BOS. `escaped` says that parts of the text come
         from `escape`; they become the plain text that they were. Raises RequestError for a lone surrogate.
@@ -119,7 +120,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be a special token; b"" for an id without a token.
 
-        Added tokens are byte-level text too, or UTF-8 if a character is outside that alphabet.
+        An added token of a byte-level tokenizer is read as byte-level text if possible, else encoded as UTF-8.
         """
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
@@ -153,7 +154,10 @@ def check_unicode(text: str, param: str) -> None:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte of each character in GPT-2's byte-level alphabet: printable Latin-1, then U+0100 on."""
+    """Return the byte of each character in GPT-2's byte-level alphabet.
+
+    Printable Latin-1 characters stand for their own bytes, characters from U+0100 on for the other bytes.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}

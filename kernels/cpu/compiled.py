@@ -43,7 +43,10 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
 
 def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles a function at once to C, `void f(argument)`, with its `address` as attribute."""
+    """Return a decorator that immediately compiles a function to a C function `void f(argument)`.
+
+    The compiled function's attribute `address` is a pointer to the C function.
+    """
 
     def decorate(function: Callable[..., None]) -> Any:
         return with_cache(lambda **cache: numba.cfunc(types.void(argument), **cache)(function))

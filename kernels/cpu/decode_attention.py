@@ -1,8 +1,9 @@
 """Attention of sequences with few queries (decodes and very short chunks), which reads KV blocks in place.
 
-A row is one query token. Its keys are divided into splits of SPLIT tokens. Each split yields its maximum score, its sum
-of exponentials and its weighted sum of values, which `join_splits` joins, as in flash-decoding. Every thread gets the
-same number of splits. A row's result depends on this row alone, bit for bit.
+A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. Each split yields its
+maximum score, its sum of exponentials and its weighted sum of values. `join_splits` joins the splits of a row, as in
+flash-decoding. Every thread gets the same number of splits. The splits of a row depend on this row alone, so its result
+is bit for bit the same in every batch.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale:
 def score_block(query: Any, keys: Any, scale: Any, scores: Any, ahead: Any) -> None:
     """Set scores to scale * query keys^T. Four keys at a time share one load of a query vector.
 
-    Each iteration prefetches a part of the block `ahead`; the whole at once would saturate the memory bus.
+    Each iteration prefetches a part of the block `ahead`, because prefetching all at once would saturate the memory
+    bus.
     """
     length = keys.shape[0]
     for head in range(query.shape[0]):
@@ -209,7 +211,10 @@ def cap_scores(scores: Any, length: int, softcap: Any) -> None:
 
 @jit()
 def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None:
-    """Lower each score by the head's slope times the key's distance, which is `distance` tokens for the first."""
+    """Lower each score by the head's slope times the distance of the key from the query.
+
+    `distance` is the distance of the first key, in tokens.
+    """
     for head in range(scores.shape[0]):
         slope = slopes[head]
         for i in range(length):
@@ -254,7 +259,10 @@ def sum_values(weights: Any, values: Any, table: Any, start: int, stop: int, out
 
 @jit()
 def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
-    """Add weights x values to output, four values per load and store, and prefetch parts of the block `ahead`."""
+    """Add the product of weights and values to output. Four values at a time share one load and store of output.
+
+    Each iteration prefetches a part of the block `ahead`.
+    """
     length = values.shape[0]
     for head in range(output.shape[0]):
         key = 0
@@ -278,9 +286,9 @@ def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
 
 @jit()
 def join_splits(parts: Any, stats: Any, rows: Any, sinks: Any, output: Any) -> None:
-    """Write each row's output: its splits' weighted values, divided by the sum of all exponentials.
+    """Write each row's output: the sum of its splits' weighted values, divided by the sum of all exponentials.
 
-    All are first rescaled to the row's largest maximum. A sink adds only to the sum of exponentials.
+    All exponentials are first rescaled to the row's largest maximum. A sink adds only to the sum of exponentials.
     """
     _, heads, value_dim = parts.shape
     for row in range(rows.shape[1] - 1):

@@ -23,7 +23,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """Return the last sequence whose first tile has a number of at most `tile`, by binary search."""
+    """Return the index of the sequence to which the tile number `tile` belongs, by binary search.
+
+    This is the last sequence whose first tile has a number of at most `tile`.
+    """
     low = tl.full([], 0, tl.int32)
     high = num_sequences.to(tl.int32)
     while low < high:
@@ -37,7 +40,10 @@ def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr)
 
 @triton.jit
 def locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """Return (sequence, its first token, its number of queries, the tile's first query in the sequence)."""
+    """Return (sequence, first token of the sequence, its number of queries, first query of the tile).
+
+    The first query of the tile is counted from the sequence's first query.
+    """
     sequence = find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
     first_token = tl.load(cu_seqlens_q + sequence)
     q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token
@@ -46,7 +52,10 @@ def locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def split_range(first_position, num_queries, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key of a split, and the position after its last key, for the tile at `first_position`."""
+    """Return the first key of a split, and the position after its last key.
+
+    The tile has `num_queries` consecutive queries, the first at `first_position`.
+    """
     first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
     end_key = first_position + num_queries
     length = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), splits) * BLOCK_N
@@ -81,7 +90,10 @@ def score_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return scores times log2 e, for exp2. If MASKED, the score is -inf for a key that a row does not attend to."""
+    """Return the scores of a tile of keys, multiplied by log2 e, so that exp2 of them gives the softmax's exponentials.
+
+    If MASKED, the score is -inf for a key that a row does not attend to.
+    """
     scores = tl.dot(query, key, input_precision="ieee") * scale
     if SOFTCAP:  # softcap * tanh(score / softcap)
         scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
@@ -125,7 +137,7 @@ def visit_keys(
 ):
     """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total.
 
-    Unless MASKED, all rows attend to all keys, a multiple of BLOCK_N. `scale` includes log2 e if there is no softcap.
+    Unless MASKED, every row attends to all keys, a multiple of BLOCK_N. Without a softcap, `scale` includes log2 e.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
@@ -192,7 +204,7 @@ def attend_keys(
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
-    """Attend to the keys begin to end - 1 (those of all rows without a mask). Return accumulator, maximum and total."""
+    """Compute the attention of a tile's rows over the keys begin to end - 1. Return accumulator, maximum and total."""
     dims = tl.arange(0, BLOCK_D)
     q = tl.load(
         query + tokens[:, None] * query_stride + heads[:, None] * head_stride + dims[None, :],
@@ -233,9 +245,9 @@ def store_rows(
     BLOCK_V: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Store the outputs of the real (not padding) rows at their `lines`. A line is one head of one token.
+    """Store the outputs of the real rows at their `lines`. A line is one head of one token; other rows are padding.
 
-    If SPLIT, they are stored without division by the sum of exponentials, and `stats` gets maximum and sum.
+    If SPLIT, outputs are not divided by the sum of exponentials, and `stats` gets each row's maximum and sum.
     """
     value_dims = tl.arange(0, BLOCK_V)
     if SPLIT:
@@ -288,7 +300,10 @@ def attend_kernel(
     SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Compute attention in the program (tile, KV head, split). Row m is query m // GROUP and query head m % GROUP."""
+    """Compute attention in the program (tile, KV head, split).
+
+    Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
+    """
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first_token, q_len, tile_start = locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
@@ -324,7 +339,10 @@ def join_kernel(
     BLOCK_V: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Join the splits of one line (one head of one token), rescaled to their largest maximum."""
+    """Join the splits of one line (one head of one token) in the program (line).
+
+    Each split is rescaled from its own maximum to the largest maximum of all splits.
+    """
     line = tl.program_id(0).to(tl.int64)
     numbers, value_dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_V)
     there = numbers < splits

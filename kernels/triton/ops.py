@@ -44,8 +44,9 @@ def paged_attention(
 ) -> Tensor:
     """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous.
 
-    Products of float32 are computed without TF32. Products of 16-bit types are accumulated in float32, and the softmax
-    weights are rounded to the query's dtype, as in every flash attention. The default tiles depend on the shapes.
+    Products of float32 are computed in full float32, without TF32. Products of 16-bit types are accumulated in float32,
+    and the softmax weights are rounded to the query's dtype, as in every flash attention. Without `tiling`, the shapes
+    determine the tiles.
     """
     _check_heads(query)
     tokens, heads, _ = query.shape
