@@ -157,6 +157,13 @@ class EngineMetrics:
         for field, gauge in self._kv_bytes.items():
             gauge.set(getattr(usage, field) * self._bytes_per_token)
 
+    def buckets(self, histogram: str) -> dict[float, float]:
+        """Return the number of samples up to each bound of a histogram; `histogram` is a key of _HISTOGRAMS."""
+        name = f"{self._prefix}:{histogram}"
+        families = self._registry.restricted_registry([f"{name}_bucket"]).collect()
+        samples = [sample for family in families for sample in family.samples if sample.name == f"{name}_bucket"]
+        return {float(sample.labels["le"]): sample.value for sample in samples}
+
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format, for /metrics."""
         return generate_latest(self._registry)

@@ -10,11 +10,11 @@ from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
 from llmsched.engine.units import human_bytes
 
 
-def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_key: bool) -> None:
-    """Print the banner. Warn if the server listens on all interfaces without an API key."""
-    render.table("llmsched serve", ("", ""), start_rows(engine, model_name), text_columns=2)
-    if ignored := engine.model.ignored_defaults:
-        render.warn(f"generation_config.json has fields that this server does not support: {', '.join(ignored)}")
+def show_start(
+    engine: Engine, model_name: str, listener: socket.socket, *, has_key: bool, profile: str | None = None
+) -> None:
+    """Print the banner, with a request to try. Warn if the server listens on all interfaces without an API key."""
+    render.table("llmsched serve", ("", ""), start_rows(engine, model_name, profile), text_columns=2)
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         if not has_key:
@@ -24,9 +24,14 @@ def show_start(engine: Engine, model_name: str, listener: socket.socket, *, has_
         host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
+    at = "" if url.endswith("127.0.0.1:8000") else f" --url {url}"
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    body = """{"messages": [{"role": "user", "content": "Hello"}]}"""
+    render.say(f"try:   llmsched chat{at}{' --api-key KEY' if has_key else ''}")
+    render.say(f"or:    curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 
 
-def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
+def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> list[tuple[str, str]]:
     """Return the rows of the banner's table, each with a label and a value."""
     config, model, stats = engine.config, engine.model, engine.stats()
     most, blocks = stats.max_running, stats.host_blocks_total
@@ -42,6 +47,8 @@ def start_rows(engine: Engine, model_name: str) -> list[tuple[str, str]]:
         sampling = f"{said} unless the request says otherwise"
     served = "" if model_name == model.name else f", served as {model_name}"
     rows = [("model", f"{model.name} ({model.architecture}){served}, {config.dtype} on {config.device}")]
+    if profile is not None:
+        rows.append(("profile", profile))
     if engine.plan is not None:
         rows += _memory_rows(engine.plan)
     rows += [

@@ -62,6 +62,10 @@ def serve(
             "full step must be faster: a large model on a slow CPU needs minutes."
         ),
     ] = "300s",  # type: ignore[assignment]
+    status_interval: Annotated[
+        float,
+        duration_option("Time between two status lines in the log while there is traffic; 0 logs none."),
+    ] = "10s",  # type: ignore[assignment]  # Typer parses defaults too
     metrics_prefix: Annotated[
         str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")
     ] = "llmsched",
@@ -117,16 +121,24 @@ def serve(
         # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
         gc.collect()
         gc.freeze()
-        asyncio.run(_serve(engine, listener, name, api_key, grace_period, step_timeout))
+        asyncio.run(_serve(engine, listener, name, api_key, grace_period, step_timeout, status_interval, profile))
 
 
 async def _serve(
-    engine: Engine, listener: socket.socket, name: str, api_key: str | None, grace_s: float, step_timeout_s: float
+    engine: Engine,
+    listener: socket.socket,
+    name: str,
+    api_key: str | None,
+    grace_s: float,
+    step_timeout_s: float,
+    status_interval_s: float,
+    profile: str | None,
 ) -> NoReturn:
     from llmsched.cli.serve.app import build_app
     from llmsched.cli.serve.banner import show_start
     from llmsched.cli.serve.detached_output import leave
     from llmsched.cli.serve.lifecycle import EXIT_S, run
+    from llmsched.cli.serve.status_line import log_status
     from llmsched.engine.service import AsyncEngine
 
     service = AsyncEngine(engine, step_timeout_s=step_timeout_s)
@@ -141,14 +153,17 @@ async def _serve(
         last_resort.daemon = True
         last_resort.start()
 
+    status = asyncio.create_task(log_status(service, status_interval_s)) if status_interval_s else None
     code = await run(
         build_app(service, name, api_key),
         service,
         listener,
         grace_s=grace_s,
-        on_ready=lambda: show_start(service.core, name, listener, has_key=api_key is not None),
+        on_ready=lambda: show_start(service.core, name, listener, has_key=api_key is not None, profile=profile),
         on_drain=on_drain,
     )
+    if status:
+        status.cancel()
     if service.error:
         render.error(f"the engine has failed: {service.error}")
     leave(code)

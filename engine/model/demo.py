@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -22,7 +23,7 @@ GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 #: Name of the converted directory. Increase its number when the conversion changes, so that old copies are not used.
-CONVERTED = "SmolLM2-135M-Instruct-1"
+CONVERTED = "SmolLM2-135M-Instruct-2"
 CACHE_VARIABLE = "LLMSCHED_CACHE"
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def demo_directory(progress: Progress = silent) -> Path:
             gguf = _obtain(Path(scratch), progress)
             made = Path(scratch) / CONVERTED
             convert_gguf(gguf, made, progress)
+            _set_sampling(made / "generation_config.json")
             try:
                 made.rename(target)
             except OSError:  # another process may have put its copy there
@@ -57,6 +59,12 @@ def demo_directory(progress: Progress = silent) -> Path:
         ) from error
     logger.info("demo: converted %s to %s", GGUF_NAME, target)
     return target
+
+
+def _set_sampling(path: Path) -> None:
+    """Make answers less random by default. At temperature 1 a model of this size writes nonsense."""
+    generation = json.loads(path.read_text(encoding="utf-8")) | {"temperature": 0.2, "top_p": 0.9}
+    path.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
 def cache_directory() -> Path:

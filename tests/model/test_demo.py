@@ -180,6 +180,7 @@ def test_the_demo_is_smollm2(demo_dir: Path) -> None:
     assert (config.rms_norm_eps, config.rope_parameters["rope_theta"]) == (1e-5, 100000.0)
     assert config.tie_word_embeddings
     assert (info.max_position, info.vocab_size, info.eos_token_ids) == (8192, 49152, {2})
+    assert info.sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
 
 
 def test_the_demo_continues_a_text(demo_dir: Path) -> None:

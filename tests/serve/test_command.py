@@ -175,7 +175,20 @@ def test_a_profile_with_a_wrong_setting(tmp_path: Path, settings: str, message: 
 def test_url(make_server: Any, capsys: pytest.CaptureFixture[str], host: str, shown: str) -> None:
     with listen(host, 0) as listener:
         banner.show_start(make_server().engine, "scripted", listener, has_key=True)
-        assert f"ready: {shown}{listener.getsockname()[1]}/v1 " in capsys.readouterr().out
+        url = f"{shown}{listener.getsockname()[1]}"
+        out = capsys.readouterr().out
+    assert f"ready: {url}/v1 " in out
+    assert f"llmsched chat --url {url} --api-key KEY\n" in out
+    assert (
+        f"curl {url}/v1/chat/completions -H 'Authorization: Bearer KEY' -H 'Content-Type: application/json' -d '{{"
+        in out
+    )
+
+
+def test_the_profile_is_told(make_server: Any) -> None:
+    engine = make_server().engine
+    assert dict(banner.start_rows(engine, "scripted", "night.toml"))["profile"] == "night.toml"
+    assert "profile" not in dict(banner.start_rows(engine, "scripted"))
 
 
 def test_defaults_of_the_model_are_told(make_server: Any) -> None:  # G05
