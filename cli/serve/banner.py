@@ -15,6 +15,8 @@ def show_start(
 ) -> None:
     """Print the banner, with a request to try. Warn if the server listens on all interfaces without an API key."""
     render.table("llmsched serve", ("", ""), start_rows(engine, model_name, profile), text_columns=2)
+    if ignored := engine.model.ignored_defaults:
+        render.warn(f"generation_config.json has fields that this server does not support: {', '.join(ignored)}")
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         if not has_key:
