@@ -65,6 +65,10 @@ class Page:
         pairs = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in definitions.items())
         self._body.append(f"<dl>{pairs}</dl>")
 
+    def example(self, text: str) -> None:
+        """Add a text to copy, such as a command."""
+        self._body.append(f"<pre>{escape(text)}</pre>")
+
     def code(self, text: str) -> None:
         """Add a long text that stays folded until the reader opens it."""
         self._body.append(f"<details><summary>show</summary><pre>{escape(text)}</pre></details>")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.generation import Generation, engine_ids
+from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import EventStream, read_body, until_disconnect
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
@@ -43,7 +44,7 @@ R = TypeVar("R", bound=GenerationRequest)
 def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) -> FastAPI:
     """Return the ASGI application of `engine`. If `api_key` is given, only /health and /metrics work without it."""
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(_open_routes(engine))
+    app.include_router(_open_routes(engine, has_key=api_key is not None))
     served = _ServedModel(engine, model_name)
     for router in (_model_routes(engine, served), prefix_cache_routes(engine, served.preparer, served.check_model)):
         app.include_router(router, dependencies=[Depends(_require_key(api_key))])
@@ -90,9 +91,13 @@ def _require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _open_routes(engine: AsyncEngine) -> APIRouter:
-    """Return the routes that need no key: health checks and metrics."""
+def _open_routes(engine: AsyncEngine, *, has_key: bool) -> APIRouter:
+    """Return the routes that need no key: a page for browsers, health checks and metrics."""
     router = APIRouter()
+
+    @router.get("/", response_class=HTMLResponse)
+    async def home(request: Request) -> str:
+        return home_page(str(request.base_url).rstrip("/"), has_key=has_key)
 
     @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

@@ -1,0 +1,31 @@
+"""Page at /, for people who open the server's address in a browser."""
+
+from __future__ import annotations
+
+from llmsched.cli.html_page import Page
+
+
+def home_page(url: str, *, has_key: bool) -> str:
+    """Return the page as HTML. `url` is the address of the server as the browser knows it, without a path."""
+    page = Page("llmsched")
+    page.say("This server answers requests of OpenAI's API. Give a client this base URL:")
+    page.example(f"{url}/v1")
+    if has_key:
+        page.say("Requests need the API key with which the server was started.")
+    page.heading("Try it")
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    page.example(f"curl {url}/v1/chat/completions{key} \\\n  -H 'Content-Type: application/json' -d '{body}'")
+    page.example(f"llmsched chat --url {url}{' --api-key KEY' if has_key else ''}")
+    page.heading("Routes")
+    page.table(
+        ("route", "answer"),
+        (
+            ("POST /v1/chat/completions", "the answer to chat messages"),
+            ("POST /v1/completions", "the continuation of a text"),
+            ("GET /v1/models", "the model and its context length"),
+            ("GET /health", "200 while the server can answer, else 503 with the reason"),
+            ("GET /metrics", "metrics for Prometheus and Grafana"),
+        ),
+    )
+    return page.html()
