@@ -29,22 +29,25 @@ class Example(NamedTuple):
 class PromptChange:
     """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
 
-    `examples` are from two of these prompts. If `private`, a prompt has a cache_salt, and only the operator may see
-    them.
+    `examples` are from two of these prompts; None unless PromptChanges may quote prompts. If `private`, a prompt has a
+    cache_salt, and only the operator may see them.
     """
 
     position: int
     count: int
     window: int
-    examples: tuple[Example, Example]
+    examples: tuple[Example, Example] | None
     private: bool
 
     def __str__(self) -> str:
-        one, two = (f"{example.before!r} + {example.after!r}" for example in self.examples)
+        quoted = ""
+        if self.examples is not None:
+            one, two = (f"{example.before!r} + {example.after!r}" for example in self.examples)
+            quoted = f". Two examples: {one} and {two}"
         return (
             f"prompts change at token {self.position}: {self.count} of the last {self.window} requests differ there "
             f"and are alike after it, so the prefix cache cannot reuse what follows; move the part that changes (a "
-            f"time, an id) behind the part that does not. Two examples: {one} and {two}"
+            f"time, an id) behind the part that does not{quoted}"
         )
 
 
@@ -52,6 +55,7 @@ class PromptChanges:
     """Periodic check for a PromptChange.
 
     A finding is logged if its position is at least SPREAD tokens from the position of the last finding that was logged.
+    Set `quote_prompts` to let findings quote prompts, which everyone who reads the log then sees.
     """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
@@ -60,6 +64,7 @@ class PromptChanges:
         self._metrics = metrics
         self._next_check = CHECK_EVERY
         self._logged = -SPREAD
+        self.quote_prompts = False
 
     def update(self) -> None:
         """Check again if CHECK_EVERY requests have been admitted since the last check."""
@@ -74,8 +79,11 @@ class PromptChanges:
         if found is None:
             return None
         cut = found.position - found.start
-        one, two = (Example(self._text(ids[:cut]), self._text(ids[cut:])) for ids in found.examples)
-        change = PromptChange(found.position, found.count, found.window, (one, two), found.private)
+        examples = None
+        if self.quote_prompts:
+            one, two = (Example(self._text(ids[:cut]), self._text(ids[cut:])) for ids in found.examples)
+            examples = (one, two)
+        change = PromptChange(found.position, found.count, found.window, examples, found.private)
         if abs(change.position - self._logged) >= SPREAD:
             self._logged = change.position
             logger.warning("%s", change)

@@ -50,8 +50,9 @@ class AsyncEngine:
         self._streams = OpenStreams()
         self._calls: set[asyncio.Future[Any]] = set()
         self._stats = core.stats()
+        #: Requests that wait in the inbox. The lock keeps a request from counting there and in the scheduler at once.
         self._num_submitted = 0
-        self._num_taken = 0
+        self._queue_lock = threading.Lock()
         self._stopping = False
         #: Time since when work has waited for a step to finish; None without work.
         self._due_since: float | None = None
@@ -117,25 +118,32 @@ class AsyncEngine:
         if request_id in self._streams:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self.core.check(prompt_token_ids, sampling)
-        self.core.check_queue(self._stats.num_waiting + self._num_submitted - self._num_taken, sampling.n)
+        with self._queue_lock:
+            self.check_queue(sampling.n)
+            self._num_submitted += sampling.n
         stream = RequestStream(request_id, sampling.n, self._request_abort)
         self._streams.add(stream)
-        self._num_submitted += sampling.n
         arrival_time = self.core.clock()
 
         def add() -> None:
-            self._num_taken += sampling.n
-            self.core.add_request(
-                request_id,
-                prompt_token_ids,
-                sampling,
-                priority=priority,
-                cache_salt=cache_salt,
-                arrival_time=arrival_time,
-            )
+            with self._queue_lock:
+                self._num_submitted -= sampling.n
+                self.core.add_request(
+                    request_id,
+                    prompt_token_ids,
+                    sampling,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    arrival_time=arrival_time,
+                    limit_queue=False,
+                )
 
         self._send(add, lambda error: self._streams.fail(request_id, error))
         return stream
+
+    def check_queue(self, num_new: int = 1) -> None:
+        """Raise QueueFullError if `num_new` more requests would be too many to wait."""
+        self.core.check_queue(len(self.core.scheduler.waiting) + self._num_submitted, num_new)
 
     async def call(self, action: Callable[[Engine], T]) -> T:
         """Run `action` in the engine's thread between two steps and return its result.

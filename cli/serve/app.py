@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,19 +14,23 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.generation import Generation, engine_ids
 from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import EventStream, read_body, until_disconnect
+from llmsched.cli.serve.limits import HttpLimits
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
+from llmsched.cli.serve.preparation_turns import SMALL_BYTES, PreparationTurns
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import (
     CLASS_HEADER,
-    MAX_CHOICES,
+    MAX_VALUES,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    Schema,
     parse,
     priority_of,
 )
@@ -39,15 +41,23 @@ from llmsched.engine.service import AsyncEngine
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=GenerationRequest)
+S = TypeVar("S", bound=Schema)
 
 
-def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) -> FastAPI:
-    """Return the ASGI application of `engine`. If `api_key` is given, only /health and /metrics work without it."""
+def build_app(
+    engine: AsyncEngine, model_name: str, access: Access | None = None, limits: HttpLimits | None = None
+) -> FastAPI:
+    """Return the ASGI application that serves `engine` as `model_name`.
+
+    `access` does not apply to /health and /metrics, which are open.
+    """
+    access = access or Access()
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(_open_routes(engine, has_key=api_key is not None))
-    served = _ServedModel(engine, model_name)
-    for router in (_model_routes(engine, served), prefix_cache_routes(engine, served.preparer, served.check_model)):
-        app.include_router(router, dependencies=[Depends(_require_key(api_key))])
+    app.include_router(_open_routes(engine, has_key=access.api_key is not None))
+    served = _ServedModel(engine, model_name, limits or HttpLimits())
+    app.include_router(_model_routes(engine, served), dependencies=[Depends(access.client)])
+    administrative = prefix_cache_routes(engine, served.preparer, served.read, served.check_model)
+    app.include_router(administrative, dependencies=[Depends(access.admin)])
 
     @app.exception_handler(LlmschedError)
     async def answer_error(_: Request, error: LlmschedError) -> Response:
@@ -69,26 +79,6 @@ def build_app(engine: AsyncEngine, model_name: str, api_key: str | None = None) 
         return Response(status_code=499)
 
     return app
-
-
-def _require_key(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Return a FastAPI dependency that raises ApiError 401 for a request without `api_key`, unless that is None."""
-
-    async def check(request: Request) -> None:
-        if api_key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Compare in constant time, so that timing reveals nothing of the key. Headers are bytes decoded as Latin-1.
-        key = given.strip(" \t").encode("latin-1")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key, api_key.encode()):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-    return check
 
 
 def _open_routes(engine: AsyncEngine, *, has_key: bool) -> APIRouter:
@@ -136,7 +126,7 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str) -> Response:
-        names = [request_id, *engine_ids(request_id, MAX_CHOICES)]
+        names = [request_id, *engine_ids(request_id, served.limits.max_choices)]
         timelines, *of_prompts = await engine.call(lambda core: [core.explain(name) for name in names])
         if not timelines:  # a request of several prompts: number the choices as in its answer
             n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
@@ -160,12 +150,14 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
 class _ServedModel:
     """Served model: its description for /v1/models, and the answers to generation requests."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, model_name: str, limits: HttpLimits) -> None:
+        self.limits = limits
         self.preparer = Preparer(engine.core)
         self._engine = engine
         self._model_name = model_name
         self._writer = TokenWriter(engine.core.tokenizer)
         self._created = int(time.time())
+        self._turns = PreparationTurns()
 
     def card(self) -> dict[str, Any]:
         return {
@@ -186,11 +178,23 @@ class _ServedModel:
                 code="model_not_found",
             )
 
+    async def read(self, http: Request, schema: type[S]) -> tuple[S, int]:
+        """Return the request in the body and the size of the body in bytes. Raises RequestError and ApiError 413."""
+        body = await read_body(http, self.limits.max_body_size)
+        max_values = MAX_VALUES + self._engine.core.config.max_model_len
+
+        def parsed() -> Iterator[S]:
+            yield parse(schema, body, self.limits.max_choices, max_values)
+
+        small = len(body) <= SMALL_BYTES
+        (request,) = parsed() if small else await self._turns.collect(parsed(), len(body))
+        return request, len(body)
+
     async def answer(
         self,
         http: Request,
         schema: type[R],
-        prepare: Callable[[R], list[PreparedPrompt]],
+        prepare: Callable[[R], Iterator[PreparedPrompt]],
         make_format: Callable[[R, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
         """Read, check, tokenise and submit a request, and return its answer.
@@ -200,12 +204,13 @@ class _ServedModel:
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         try:
-            request = parse(schema, await read_body(http))
+            request, body_bytes = await self.read(http, schema)
             self.check_model(request.model)
             priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
 
             async def work() -> Response:
-                prompts = await asyncio.to_thread(prepare, request)
+                self._engine.check_queue()
+                prompts = await self._turns.collect(prepare(request), body_bytes)
                 choice_format = make_format(request, prompts, self._writer)
                 generation = Generation(self._engine, choice_format, self._model_name, priority)
                 if request.stream:

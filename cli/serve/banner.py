@@ -14,7 +14,7 @@ def show_start(
     engine: Engine, model_name: str, listener: socket.socket, *, has_key: bool, profile: str | None = None
 ) -> None:
     """Print the banner, with a request to try. Warn if the server listens on all interfaces without an API key."""
-    render.table("llmsched serve", ("", ""), start_rows(engine, model_name, profile), text_columns=2)
+    render.table("settings", ("", ""), start_rows(engine, model_name, profile), text_columns=2)
     if ignored := engine.model.ignored_defaults:
         render.warn(f"generation_config.json has fields that this server does not support: {', '.join(ignored)}")
     host, port = listener.getsockname()[:2]

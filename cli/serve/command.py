@@ -14,14 +14,17 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
-from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model
+from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model, with_options
+from llmsched.cli.serve.limits import HttpLimits
 from llmsched.engine.errors import ConfigError, setting
 
 if TYPE_CHECKING:
+    from llmsched.cli.serve.access import Access
     from llmsched.engine.core import Engine
 
 
 @with_engine_options()
+@with_options("limits", HttpLimits)
 def serve(
     model: ModelArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -33,6 +36,29 @@ def serve(
             help="Key that clients must send as 'Authorization: Bearer KEY'; /health and /metrics need no key.",
         ),
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LLMSCHED_ADMIN_API_KEY",
+            help="Key for the routes that show or change what all clients share: /v1/cache, /v1/prefixes and "
+            "/reset_prefix_cache. Without it they work only on a loopback address and without --api-key.",
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Host name in requests (and in the origin of web pages) that a server on a loopback address without "
+            "--api-key accepts besides localhost, for example that of a proxy; * accepts all. Repeatable.",
+        ),
+    ] = None,
+    show_prompt_text: Annotated[
+        bool,
+        typer.Option(
+            "--show-prompt-text",
+            help="Quote prompts where the log and /v1/cache report prompts that defeat the prefix cache.",
+        ),
+    ] = False,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="Name of the model in requests and answers.", show_default="MODEL"),
@@ -71,6 +97,7 @@ def serve(
     ] = "llmsched",
     *,
     engine_options: EngineOptions,
+    limits: HttpLimits,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
@@ -88,13 +115,13 @@ def serve(
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from llmsched.cli.profiles.apply import profile_warnings, store_ratios, with_profile
+    from llmsched.cli.serve.access import Access, checked_key, is_loopback
     from llmsched.cli.serve.detached_output import detached_output
     from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
 
-    if api_key == "":
-        raise ConfigError("api_key", "is empty; give a key, or leave the option out to serve without one")
+    api_key, admin_api_key = checked_key("api_key", api_key), checked_key("admin_api_key", admin_api_key)
     if served_model_name == "":
         raise ConfigError("served_model_name", "is empty; give a name, or leave the option out for the model's own")
     check_prefix(metrics_prefix)
@@ -107,6 +134,8 @@ def serve(
         )
     prefixes = read_prefixes(pin_prefix or [])
     listener = listen(host, port)
+    limits.connections()
+    render.say(f"llmsched serve {config.model}")  # fails now, not after loading, if stdout cannot be written
 
     from llmsched.engine.build import build_engine
 
@@ -116,19 +145,24 @@ def serve(
         render.show_log()
         if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan, config)):
             render.warn(f"the measured memory could not be saved in the profile: {problem}")
+        engine.prefixes.changes.quote_prompts = show_prompt_text
         pin_prefixes(engine, prefixes)
         name = served_model_name or engine.model.name
+        access = Access(api_key, admin_api_key, is_loopback(listener), frozenset(allowed_host or ()) | {host})
         # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
         gc.collect()
         gc.freeze()
-        asyncio.run(_serve(engine, listener, name, api_key, grace_period, step_timeout, status_interval, profile))
+        asyncio.run(
+            _serve(engine, listener, name, access, limits, grace_period, step_timeout, status_interval, profile)
+        )
 
 
 async def _serve(
     engine: Engine,
     listener: socket.socket,
     name: str,
-    api_key: str | None,
+    access: Access,
+    limits: HttpLimits,
     grace_s: float,
     step_timeout_s: float,
     status_interval_s: float,
@@ -155,11 +189,12 @@ async def _serve(
 
     status = asyncio.create_task(log_status(service, status_interval_s)) if status_interval_s else None
     code = await run(
-        build_app(service, name, api_key),
+        build_app(service, name, access, limits),
         service,
         listener,
         grace_s=grace_s,
-        on_ready=lambda: show_start(service.core, name, listener, has_key=api_key is not None, profile=profile),
+        limits=limits,
+        on_ready=lambda: show_start(service.core, name, listener, has_key=access.api_key is not None, profile=profile),
         on_drain=on_drain,
     )
     if status:

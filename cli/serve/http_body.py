@@ -16,36 +16,28 @@ from llmsched.cli.serve.api_errors import ApiError
 
 T = TypeVar("T")
 
-#: Enough for a prompt of a million token ids, or a million tokens of text.
-MAX_BODY_BYTES = 8 << 20
-#: Bytes of an oversized body that are read and discarded, so that the client reads the answer.
-_MAX_DISCARDED_BYTES = 64 << 20
-
 DONE = b"data: [DONE]\n\n"
 
 #: Some clients end a line of an event stream at these characters, so the JSON must escape them.
 _LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")}
 
 
-async def read_body(request: Request) -> bytes:
-    """Return the whole body. Raises ApiError 413 for more than MAX_BODY_BYTES, without keeping more in memory."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the whole body. Raises ApiError 413 if it has more than `max_bytes`, without reading the rest."""
     length = request.headers.get("content-length", "")
-    declared = int(length) if length.isdigit() else 0
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if max(size, declared) <= MAX_BODY_BYTES:
+    chunks, size = [], int(length) if length.isdigit() else 0
+    if size <= max_bytes:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                break
             chunks.append(chunk)
-        else:
-            chunks.clear()
-        if size > _MAX_DISCARDED_BYTES:
-            break
-    if size > MAX_BODY_BYTES:
+    if size > max_bytes:
         raise ApiError(
             413,
-            f"the body is larger than {MAX_BODY_BYTES} bytes, the most that this server accepts",
+            f"the body is larger than {max_bytes} bytes, the most that this server accepts (max_body_size)",
             code="request_too_large",
-            headers={"Connection": "close"},
         )
     return b"".join(chunks)
 

@@ -16,6 +16,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from llmsched.cli.serve.connections import ConnectionPool
+from llmsched.cli.serve.limits import HttpLimits
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.service import AsyncEngine
 
@@ -24,8 +26,6 @@ logger = logging.getLogger(__name__)
 _HEALTH_CHECK_S = 0.2
 #: Seconds that the process stays up after an engine failure, so that clients and probes get their answers.
 _LINGER_S = 2.0
-#: Seconds to keep idle connections: longer than common clients do, so that the client closes them first.
-_KEEP_ALIVE_S = 75
 #: Seconds after the grace period within which the process exits, whatever hangs.
 EXIT_S = 2.0
 #: Seconds of these that the engine gets to finish its step, and clients to read the rest of their answers.
@@ -76,10 +76,11 @@ def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that installs no signal handlers, and calls `on_ready` when it accepts connections."""
+    """uvicorn server with bounded connections. It installs no signal handlers and calls `on_ready` when it accepts."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], Any]) -> None:
+    def __init__(self, config: uvicorn.Config, limits: HttpLimits, on_ready: Callable[[], Any]) -> None:
         super().__init__(config)
+        self._limits = limits
         self._on_ready = on_ready
 
     @contextlib.contextmanager
@@ -87,8 +88,19 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await self.lifespan.startup()
+        self.servers = []  # asyncio's server would log without end when the process runs out of file descriptors
+        self._pool = ConnectionPool(self.config, self.server_state, self._limits)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            self._pool.start(listener)
+        self.started = True
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._pool.stop()
+        await super().shutdown(sockets)
 
 
 async def run(
@@ -97,6 +109,7 @@ async def run(
     listener: socket.socket,
     *,
     grace_s: float,
+    limits: HttpLimits | None = None,
     on_ready: Callable[[], Any] = lambda: None,
     on_drain: Callable[[], Any] = lambda: None,
     stop: asyncio.Event | None = None,
@@ -113,17 +126,17 @@ async def run(
     Raises PortInUseError, after stopping the engine, if `listener` cannot listen on its address.
     """
     stop = stop or asyncio.Event()
+    limits = limits or HttpLimits()
     server = _Server(
         uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             lifespan="off",
-            http="h11",  # bounds the head of a request; uvicorn's httptools does not
             ws="none",
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            backlog=_BACKLOG,
+            timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # uvicorn takes fractions
         ),
+        limits,
         on_ready,
     )
     with _signals(stop):

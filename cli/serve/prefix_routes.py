@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from fastapi.responses import Response
 
 from llmsched.cli import render
 from llmsched.cli.serve.api_errors import ApiError, json_response
-from llmsched.cli.serve.http_body import read_body
 from llmsched.cli.serve.prepare import Preparer
 from llmsched.cli.serve.protocol import PrefixRequest, parse
 from llmsched.engine.core import Engine
@@ -26,7 +25,10 @@ from llmsched.engine.stats import EngineStats
 
 
 def prefix_cache_routes(
-    engine: AsyncEngine, preparer: Preparer, check_model: Callable[[str | None], None]
+    engine: AsyncEngine,
+    preparer: Preparer,
+    read: Callable[[Request, type[PrefixRequest]], Awaitable[tuple[PrefixRequest, int]]],
+    check_model: Callable[[str | None], None],
 ) -> APIRouter:
     """Return the routes /v1/cache (GET), /v1/prefixes (GET, POST, DELETE) and /reset_prefix_cache (POST)."""
     router = APIRouter()
@@ -45,7 +47,7 @@ def prefix_cache_routes(
     async def pin(http: Request) -> Response:
         if engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
-        request = parse(PrefixRequest, await read_body(http))
+        request, _ = await read(http, PrefixRequest)
         check_model(request.model)
         token_ids = await asyncio.to_thread(preparer.prefix, request)
         try:
@@ -82,7 +84,8 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
     queried, hit = stats.prefix_queried_tokens, stats.prefix_hit_tokens
     changed: dict[str, Any] | None = None
     if change is not None:
-        examples = None if change.private else [example._asdict() for example in change.examples]
+        quoted = None if change.private else change.examples
+        examples = quoted and [example._asdict() for example in quoted]
         changed = {"position": change.position, "count": change.count, "window": change.window, "examples": examples}
     return {
         "object": "cache",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -18,6 +18,7 @@ from llmsched.cli.serve.protocol import (
 from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.tokenizer import check_unicode
 
 #: Default max_tokens of /v1/completions. If less room is left in the context, that room is the default.
 DEFAULT_MAX_TOKENS = 16
@@ -33,36 +34,36 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Converter of requests to token ids and sampling parameters. It is slow, so call it in worker threads."""
+    """Converter of requests to token ids and sampling parameters. It is slow: call and advance it in worker threads."""
 
     def __init__(self, engine: Engine) -> None:
+        self._check = engine.check
         self._tokenizer = engine.tokenizer
         self._max_model_len = engine.config.max_model_len
         self._defaults = dict(engine.model.sampling_defaults)
-        ids = range(self._tokenizer.vocab_size)
-        self._longest_token = max((len(self._tokenizer.token_bytes(i)) for i in ids), default=1)
 
-    def completion(self, request: CompletionRequest) -> list[PreparedPrompt]:
-        """Return tokenised prompts. Raises RequestError for a bad parameter, or a prompt longer than the context."""
+    def completion(self, request: CompletionRequest) -> Iterator[PreparedPrompt]:
+        """Yield the prompts of a completion, each tokenised when its turn comes.
+
+        Raises RequestError for a bad parameter, or for the first prompt that cannot be served.
+        """
         extra: dict[str, Any] = {"logprobs": request.logprobs}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
-        prepared = []
         for prompt in request.prompt:
             token_ids = self._token_ids(prompt, request.parse_special is not False)
             sampling = self._sampling(request, len(token_ids), DEFAULT_MAX_TOKENS, extra)
-            prepared.append(PreparedPrompt(token_ids, prompt if isinstance(prompt, str) else None, sampling))
-        return prepared
+            self._check(token_ids, sampling)
+            yield PreparedPrompt(token_ids, prompt if isinstance(prompt, str) else None, sampling)
 
-    def chat(self, request: ChatRequest) -> list[PreparedPrompt]:
-        """Return the one tokenised prompt of a chat, in a list. Without max_tokens, the answer may fill the context.
+    def chat(self, request: ChatRequest) -> Iterator[PreparedPrompt]:
+        """Yield the one tokenised prompt of a chat. Without max_tokens, the answer may fill the context.
 
         Raises RequestError for a bad parameter, and for messages that the template refuses or that cannot fit.
         """
-        messages = self._messages(request.messages)
-        token_ids = render_chat(self._tokenizer, messages, **request.template_kwargs())
+        token_ids = self._chat_ids(_dumped(request.messages), request.template_kwargs())
         extra = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
-        return [PreparedPrompt(token_ids, None, self._sampling(request, len(token_ids), self._max_model_len, extra))]
+        yield PreparedPrompt(token_ids, None, self._sampling(request, len(token_ids), self._max_model_len, extra))
 
     def prefix(self, request: PrefixRequest) -> list[int]:
         """Return the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
@@ -73,43 +74,36 @@ class Preparer:
         if request.messages is None:
             assert request.prompt is not None
             return self._token_ids(request.prompt)
-        messages = self._messages(request.messages)
+        messages = _dumped(request.messages)
         options = request.chat_template_kwargs or {}
         if messages[-1]["role"] == "user":
-            return render_chat(self._tokenizer, messages, **options)
-        one, two = (
-            render_chat(self._tokenizer, [*messages, {"role": "user", "content": text}], **options) for text in "ab"
-        )
+            return self._chat_ids(messages, options)
+        one, two = (self._chat_ids([*messages, {"role": "user", "content": text}], options) for text in "ab")
         return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
-    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages as dicts for the chat template. Raises RequestError if they cannot fit the context."""
-        characters = 0
-        for message in messages:
-            if isinstance(message.content, str):
-                characters += len(message.content)
-            else:  # render_chat refuses parts that are not text
-                texts = [part.get("text") for part in message.content]
-                characters += sum(len(text) for text in texts if isinstance(text, str))
-        self._refuse_surely_too_long(characters, "messages")
-        return [message.model_dump(exclude_none=True) for message in messages]
+    def _chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        def check(text: str) -> None:
+            self._refuse_surely_too_long(text, "messages")
+
+        return render_chat(self._tokenizer, messages, check, **options)
 
     def _token_ids(self, prompt: Prompt, parse_special: bool = True) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        self._refuse_surely_too_long(len(prompt), "prompt")
+        check_unicode(prompt, "prompt")
+        self._refuse_surely_too_long(prompt, "prompt")
         if parse_special:
             return self._tokenizer.encode(prompt)
         return self._tokenizer.encode(self._tokenizer.escape(prompt), escaped=True)
 
-    def _refuse_surely_too_long(self, characters: int, param: str) -> None:
-        """Raise RequestError if a text exceeds the context even if all tokens are the longest of the vocabulary."""
-        at_least = characters // self._longest_token
+    def _refuse_surely_too_long(self, text: str, param: str) -> None:
+        """Raise RequestError if `text` certainly exceeds the context."""
+        at_least = self._tokenizer.least_tokens(text)
         if at_least > self._max_model_len:
             raise RequestError(
                 param,
                 f"the context of this server is {self._max_model_len} tokens; "
-                f"{param} has {characters} characters, which are more than {at_least} tokens; shorten it",
+                f"{param} has {len(text)} characters, which are at least {at_least} tokens; shorten it",
                 code="context_length_exceeded",
             )
 
@@ -126,3 +120,8 @@ class Preparer:
         if request.min_tokens is None and "min_tokens" in fields:
             fields["min_tokens"] = min(fields["min_tokens"], max(most, 0))
         return SamplingParams(**{**fields, "max_tokens": most})
+
+
+def _dumped(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as the chat template takes them."""
+    return [message.model_dump(exclude_none=True) for message in messages]

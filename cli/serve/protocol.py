@@ -16,8 +16,12 @@ from pydantic_core import PydanticCustomError, from_json
 from llmsched.engine.errors import RequestError
 from llmsched.engine.request import SamplingParams
 
-#: Most choices (prompts x n) of one HTTP request.
+#: Most choices (prompts x n) of a request, by default.
 MAX_CHOICES = 1024
+#: Most messages of a chat. Each costs time, even if it is empty.
+MAX_MESSAGES = 4096
+#: Most JSON values (token ids, messages, fields) of a request, besides those that the context has room for.
+MAX_VALUES = 1 << 18
 _INT64 = 1 << 63
 
 #: OpenAI's codes for pydantic's kinds of error.
@@ -59,8 +63,6 @@ def _prompts(value: Any) -> list[Prompt]:
         raise _wrong("must be a text, a list of texts, a list of token ids or a list of such lists, and not empty")
     if all(type(item) is int for item in value):
         return [value]
-    if len(value) > MAX_CHOICES:
-        raise _wrong(f"has {len(value)} prompts; at most {MAX_CHOICES} are allowed")
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
@@ -283,8 +285,9 @@ class PrefixRequest(Schema):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
 
 
-def parse(schema: type[R], body: bytes) -> R:
+def parse(schema: type[R], body: bytes, max_choices: int = MAX_CHOICES, max_values: int = MAX_VALUES) -> R:
     """Return the request in `body`. Raises RequestError with the field, its value and what is allowed."""
+    _check_size(body, max_values)
     try:
         fields = from_json(body)
     except ValueError as error:
@@ -294,15 +297,31 @@ def parse(schema: type[R], body: bytes) -> R:
     for name, harmless in schema.unsupported.items():
         if (value := fields.pop(name, None)) is not None and value != harmless:
             raise RequestError(name, f"{name} is not supported by this server; leave it out")
+    if isinstance(messages := fields.get("messages"), list) and len(messages) > MAX_MESSAGES:
+        raise RequestError("messages", f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
     try:
         request = schema.model_validate(fields)
     except ValidationError as error:
         raise _request_error(error) from error
     if isinstance(request, GenerationRequest):
-        _check_combinations(request)
+        _check_combinations(request, max_choices)
     if isinstance(request, PrefixRequest) and (request.prompt is None) == (request.messages is None):
         raise RequestError("prompt", "give the prefix either as prompt or as messages")
     return request
+
+
+def _check_size(body: bytes, most: int) -> None:
+    """Raise RequestError if the body has more JSON values than `most`, before parsing blocks the other threads."""
+
+    def values(part: bytes) -> int:
+        return part.count(b",") + part.count(b"[") + part.count(b"{")
+
+    if len(body) <= most or values(body) <= most:
+        return
+    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # then each quote begins or ends a text
+    if without_escapes.count(b'"') <= most and sum(map(values, without_escapes.split(b'"')[::2])) <= most:
+        return
+    raise RequestError(None, f"the request has more than {most} JSON values (token ids, messages, fields); send fewer")
 
 
 def _request_error(error: ValidationError) -> RequestError:
@@ -327,18 +346,18 @@ def _request_error(error: ValidationError) -> RequestError:
     return RequestError(param, f"{where}: {message}" if where else message, _CODES.get(kind))
 
 
-def _check_combinations(request: GenerationRequest) -> None:
+def _check_combinations(request: GenerationRequest, max_choices: int) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options", "stream_options is only allowed when stream is true")
     if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
         raise RequestError("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
     n = request.n or 1
-    if isinstance(request, CompletionRequest):
-        if request.best_of is not None and request.best_of != n:
-            raise RequestError("best_of", f"best_of is {request.best_of}; it must be equal to n ({n})")
-        if len(request.prompt) * n > MAX_CHOICES:
-            product = f"n ({n}) x {len(request.prompt)} prompts = {len(request.prompt) * n} choices"
-            raise RequestError("n", f"{product}; at most {MAX_CHOICES} are allowed")
+    prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+    if prompts * n > max_choices:
+        product = f"n ({n}) x {prompts} prompts = {prompts * n} choices"
+        raise RequestError("n" if n > 1 else "prompt", f"{product}; at most {max_choices} are allowed")
+    if isinstance(request, CompletionRequest) and request.best_of not in (None, n):
+        raise RequestError("best_of", f"best_of is {request.best_of}; it must be equal to n ({n})")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
+from inspect import signature
 from typing import Any
 
 from llmsched.engine.errors import RequestError
@@ -13,11 +14,8 @@ from llmsched.engine.text.tokenizer import Tokenizer, check_unicode
 
 Message = Mapping[str, Any]
 
-#: Arguments of apply_chat_template that it does not pass to the template. Requests may not set them.
-_RESERVED = frozenset(
-    {"conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"}
-    | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens"}
-)
+#: Arguments of apply_chat_template that are for the template. The server sets all others itself.
+_FOR_TEMPLATE = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message", "kwargs"})
 #: Roles that every chat template shows to the model.
 _PLAIN_ROLES = ("user", "assistant")
 #: Types of content parts -> the key of their text.
@@ -25,7 +23,13 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], /, *, parse_special: bool = False, **template_kwargs: Any
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    check: Callable[[str], None] = lambda text: None,
+    /,
+    *,
+    parse_special: bool = False,
+    **template_kwargs: Any,
 ) -> list[int]:
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
@@ -35,13 +39,13 @@ def render_chat(
     which the template begins or ends a turn, unless `parse_special` is set.
 
     Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or a keyword
-    is reserved.
+    is reserved. `check` may refuse the text before it is encoded.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
             "messages", "this model has no chat template, so it cannot chat; send text to /v1/completions instead"
         )
-    if refused := _RESERVED & template_kwargs.keys():
+    if refused := _reserved() & template_kwargs.keys():
         raise RequestError("chat_template_kwargs", f"{', '.join(sorted(refused))} cannot be set by a request")
     continues = bool(template_kwargs.get("continue_final_message"))
     options = {"add_generation_prompt": not continues, **template_kwargs}
@@ -56,6 +60,7 @@ def render_chat(
         options = _escaped(tokenizer, options)
     text = _render(tokenizer, shown, options)
     check_unicode(text, "messages")
+    check(text)
     return tokenizer.encode(text, add_special_tokens=False, escaped=not parse_special)
 
 
@@ -75,6 +80,17 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[
             f"the model's chat template refuses these messages{tools}: {reason}; "
             "change the messages, or send the whole prompt as text to /v1/completions",
         ) from error
+
+
+@cache
+def _reserved() -> frozenset[str]:
+    """Return the keywords that requests may not pass to a template: arguments of the functions on the way to it."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    functions = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    arguments = {name for function in functions for name in signature(function).parameters}
+    return frozenset(arguments | {"messages", "tokenizer"}) - _FOR_TEMPLATE
 
 
 def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:

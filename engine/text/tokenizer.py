@@ -42,12 +42,7 @@ class Tokenizer:
         self._special = sorted(
             (token.content for token in self._added.values() if token.special), key=len, reverse=True
         )
-        # The steps of the decoder, as in tokenizer.json.
-        backend = self.backend.decoder
-        decoder: dict[str, Any] = {"type": "Sequence", "decoders": []}
-        if backend is not None:
-            decoder = json.loads(backend.__getstate__())
-        decoders = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        decoders = _steps(self.backend.decoder)
         self.byte_level = any(part["type"] == "ByteLevel" for part in decoders)
         self._byte_fallback = any(part["type"] == "ByteFallback" for part in decoders)
         self._spiece = any(_SPIECE_SPACE in json.dumps(part, ensure_ascii=False) for part in decoders)
@@ -134,10 +129,61 @@ class Tokenizer:
             return bytes.fromhex(match[1])
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
 
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` certainly has, without encoding it; 0 if nothing is certain."""
+        longest, dropped = self._token_limits
+        return 0 if longest is None else -(-len(text.replace(_MARK, "").encode().translate(None, dropped)) // longest)
+
+    @cached_property
+    def _token_limits(self) -> tuple[int | None, bytes]:
+        """Most bytes of a text that one token can stand for, and the bytes that the tokenizer drops.
+
+        None if there is no such number: unknown characters may become one token, and a normaliser, a pre-tokeniser or a
+        token that strips white space may drop characters. There is one for BPE that keeps the text.
+        """
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        normalizer, pre_tokenizer = _steps(self.backend.normalizer), _steps(self.backend.pre_tokenizer)
+        kinds = {step["type"] for step in normalizer}
+        names = _byte_of_char() if self.byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
+        dropped = bytes(byte for name, byte in names.items() if name not in vocab)
+        keeps_bytes = type(self.backend.model).__name__ == "BPE" and not (dropped and kinds)
+        if self.byte_level:
+            keeps_bytes &= "ByteLevel" in kinds | {step["type"] for step in pre_tokenizer}
+        else:
+            keeps_bytes &= not dropped
+        strips = any(token.lstrip or token.rstrip for token in self._added.values())
+        if not keeps_bytes or strips or not all(map(_keeps_text, normalizer + pre_tokenizer)):
+            return None, b""
+        # NFC and NFKC shorten no text to less than a quarter of its bytes.
+        shortened = 4 if kinds & {"NFC", "NFKC"} else 1
+        return shortened * max(len(self.token_bytes(i)) for i in vocab.values()), dropped
+
     def is_special(self, token_id: int) -> bool:
         """Return True if decode(skip_special_tokens=True) omits the token of this id."""
         added = self._added.get(token_id)
         return added is not None and bool(added.special)
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Return the steps of a normaliser, pre-tokeniser or decoder, as in tokenizer.json."""
+    if part is None:
+        return []
+    steps = [json.loads(part.__getstate__())]
+    while any(step["type"] == "Sequence" for step in steps):
+        inner = ("normalizers", "pretokenizers", "decoders")
+        steps = [each for step in steps for each in next((step[name] for name in inner if name in step), [step])]
+    return steps
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """Return whether a step of a tokenizer never drops characters."""
+    match step["type"]:
+        case "Replace":
+            return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + " "))
+        case "Split" | "Punctuation":
+            return bool(step["behavior"] != "Removed")
+        case kind:
+            return kind in ("NFC", "NFKC", "NFD", "NFKD", "Prepend", "ByteLevel", "Digits", "Metaspace")
 
 
 def check_unicode(text: str, param: str) -> None:

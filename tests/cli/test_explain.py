@@ -14,6 +14,7 @@ from fakes import Harness, make_request, tokens
 from scripted import ScriptedServer
 
 from llmsched.cli.explain import _WAITED_FOR, _WORDS, summary, told
+from llmsched.cli.serve.access import Access
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.core import Timeline
 from llmsched.engine.scheduler.waiting import WaitReason
@@ -21,7 +22,7 @@ from llmsched.engine.scheduler.waiting import WaitReason
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptedServer]:
-    server = ScriptedServer(api_key="k", max_num_seqs=1).start()
+    server = ScriptedServer(access=Access("k"), max_num_seqs=1).start()
     yield server
     server.close()
 

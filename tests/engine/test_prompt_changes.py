@@ -32,10 +32,12 @@ def gauge(engine: Engine, name: str) -> list[float]:
     return [float(line.split()[-1]) for line in lines if line.startswith(f"llmsched:{name}")]
 
 
-def test_a_time_in_the_system_prompt_is_logged_once_with_the_text_around_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("quotes", [False, True])
+def test_a_time_in_the_system_prompt_is_logged_once_with_the_text_around_it_on_request(
+    caplog: pytest.LogCaptureFixture, quotes: bool
+) -> None:  # S09
     engine = make_engine()
+    engine.prefixes.changes.quote_prompts = quotes
     with caplog.at_level(logging.WARNING, logger="llmsched"):
         ask(engine, 2 * WINDOW)
     (line,) = [record.getMessage() for record in caplog.records]
@@ -45,11 +47,13 @@ def test_a_time_in_the_system_prompt_is_logged_once_with_the_text_around_it(
     assert change is not None
     assert (change.position, change.window, change.private) == (position, WINDOW, False)
     assert change.count >= WINDOW - 1
-    for example in change.examples:
+    assert ("Answer" in line) == quotes == (change.examples is not None)
+    for example in change.examples or ():
         assert SYSTEM.endswith(example.before)
         assert len(example.before) > 8
         assert " Answer" in example.after
-    assert change.examples[0].after != change.examples[1].after
+    if change.examples is not None:
+        assert change.examples[0].after != change.examples[1].after
     assert gauge(engine, "prefix_cache_changing_prompts{") == [change.count / WINDOW]
 
 

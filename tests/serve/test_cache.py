@@ -191,12 +191,15 @@ def test_the_cache_tells_what_it_did(http: httpx.Client) -> None:
     assert after["prompt_change"] is None
 
 
-def test_changing_prompts_are_told_but_not_what_tenants_wrote(http: httpx.Client) -> None:
+def test_changing_prompts_are_told_but_not_what_clients_wrote(http: httpx.Client, engine: Engine) -> None:  # S09
     for number in range(50):
         complete(http, [*range(40, 70), 100 + number, *range(60, 250)], max_tokens=1)
     change = http.get("/v1/cache").json()["prompt_change"]
     assert change["position"] == 30
     assert change["count"] >= 45
+    assert change["examples"] is None
+    engine.prefixes.changes.quote_prompts = True
+    change = http.get("/v1/cache").json()["prompt_change"]
     assert [set(example) for example in change["examples"]] == [{"before", "after"}] * 2
     for number in range(50):
         complete(http, [*range(40, 70), 100 + number, *range(60, 250)], max_tokens=1, cache_salt="tenant")

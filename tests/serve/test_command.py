@@ -66,7 +66,9 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
         (tmp_path / name).write_text(name * 20)
         options += ("--pin-prefix", str(tmp_path / name))
     options += ("--max-model-len", "512", "--swap-space", "1MiB", "--preemption-mode", "swap")
-    with serving(folder, *options, LLMSCHED_API_KEY="k", LLMSCHED_PROFILES=str(tmp_path)) as (child, url, printed):
+    with serving(
+        folder, *options, LLMSCHED_API_KEY="k\n", LLMSCHED_ADMIN_API_KEY="a", LLMSCHED_PROFILES=str(tmp_path)
+    ) as (child, url, printed):
         told = "".join(printed)
         for part in ("float32 on cpu", "40 blocks of 16 tokens, 640 tokens", "served as tiny", "512 tokens, prompt"):
             assert part in told
@@ -79,6 +81,8 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
         answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
         assert answer.json()["usage"]["completion_tokens"] == 3
         assert httpx.get(f"{url}/v1/prefixes").status_code == 401
+        assert httpx.get(f"{url}/v1/prefixes", headers=headers).status_code == 401
+        headers = {"Authorization": "Bearer a"}
         assert len(httpx.get(f"{url}/v1/prefixes", headers=headers).json()["data"]) == 2
         assert "vllm:generation_tokens_total{model_name=" in httpx.get(f"{url}/metrics").text
         child.send_signal(signal.SIGTERM)
@@ -124,10 +128,29 @@ def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(
     assert "address already in use; choose another --port" in line
 
 
+def test_a_full_stdout_ends_with_one_line_before_anything_is_loaded(tmp_path: Path) -> None:  # S12
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", "from llmsched.cli.main import main; main()", "serve", str(tmp_path), "--port", "0"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "No space left on device" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--api-key", ""), "--api-key: is empty"),
+        (("--api-key", "a\nb"), "--api-key: has a character that cannot be sent in a header"),
+        (("--admin-api-key", " "), "--admin-api-key: is empty"),
+        (("--max-connections", "1000000000"), "--max-connections: 1000000000 connections need"),
+        (("--header-timeout", "0s"), "--header-timeout: 0 is out of range"),
+        (("--max-body-size", "8"), "needs a unit"),
         (("--metrics-prefix", "a-b"), "'a-b' is not a metric prefix"),
         (("--profile", "no-such-profile"), "no-such-profile"),
         (("--grace-period", "30"), "'30' needs a unit"),

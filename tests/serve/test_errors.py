@@ -11,8 +11,10 @@ import httpx
 import pytest
 from scripted import MODEL, ScriptedServer
 
-from llmsched.cli.serve.http_body import MAX_BODY_BYTES
+from llmsched.cli.serve.access import Access
+from llmsched.cli.serve.limits import HttpLimits
 
+MAX_BODY_BYTES = HttpLimits().max_body_size
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a b c", "max_tokens": 2},
@@ -264,7 +266,7 @@ def test_a_fault_of_the_server_is_a_500_that_tells_nothing(
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[httpx.Client]:
-    server = ScriptedServer(api_key="geheim-é").start()
+    server = ScriptedServer(access=Access("geheim-é", "wartung")).start()
     with httpx.Client(base_url=server.url) as http:
         yield http
     server.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -12,7 +14,9 @@ from configs import resolved
 from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
 
 from llmsched.cli.serve import lifecycle
+from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.app import build_app
+from llmsched.cli.serve.limits import HttpLimits
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import make_kv
@@ -106,8 +110,9 @@ class LiveServer:
         engine: Engine,
         *,
         name: str = MODEL,
-        api_key: str | None = None,
+        access: Access | None = None,
         grace_s: float = 5.0,
+        http: HttpLimits | None = None,
         step_timeout_s: float = 0.0,
     ) -> None:
         self.engine = engine
@@ -116,7 +121,8 @@ class LiveServer:
         self.listener = lifecycle.listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.exit_code: int | None = None
-        self._name, self._api_key, self._grace_s = name, api_key, grace_s
+        self._name, self._access, self._grace_s = name, access, grace_s
+        self._limits = http
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self.run()), daemon=True)
 
@@ -147,9 +153,15 @@ class LiveServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self.service = AsyncEngine(self.engine, step_timeout_s=self._step_timeout_s)
         self.service.start()
-        app = build_app(self.service, self._name, self._api_key)
+        self.app = build_app(self.service, self._name, self._access, self._limits)
         self.exit_code = await lifecycle.run(
-            app, self.service, self.listener, grace_s=self._grace_s, on_ready=self._ready.set, stop=self._stop
+            self.app,
+            self.service,
+            self.listener,
+            grace_s=self._grace_s,
+            limits=self._limits,
+            on_ready=self._ready.set,
+            stop=self._stop,
         )
 
 
@@ -163,9 +175,10 @@ class ScriptedServer(LiveServer):
         chat_template: str | None = CHAT_TEMPLATE,
         sampling_defaults: dict[str, float | int] | None = None,
         num_blocks: int = 64,
-        api_key: str | None = None,
+        access: Access | None = None,
         grace_s: float = 5.0,
         step_timeout_s: float = 0.0,
+        http: HttpLimits | None = None,
         **config: Any,
     ) -> None:
         tokenizer = Tokenizer(build_tokenizer(bos=bos, chat_template=chat_template))
@@ -175,7 +188,7 @@ class ScriptedServer(LiveServer):
         info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
         resolved_config = resolved(**settings)
         engine = Engine(resolved_config, info, tokenizer, self.executor, make_kv(resolved_config, num_blocks))
-        super().__init__(engine, api_key=api_key, grace_s=grace_s, step_timeout_s=step_timeout_s)
+        super().__init__(engine, access=access, grace_s=grace_s, http=http, step_timeout_s=step_timeout_s)
 
     def force(self, prompt: str | list[int], output: str | list[int]) -> None:
         """Make the model answer `prompt` with exactly `output`, then end-of-sequence."""
@@ -190,9 +203,16 @@ class ScriptedServer(LiveServer):
 def main() -> None:
     """Run a scripted server in this process and print its URL, for tests that send signals to a process.
 
-    Usage: python scripted.py STEP_SECONDS
+    Usage: python scripted.py STEP_SECONDS [JSON], where JSON has arguments of ScriptedServer and `nofile`, the limit
+    of open files.
     """
-    server = ScriptedServer(grace_s=1.0)
+    given = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    if nofile := given.pop("nofile", None):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, nofile))
+    for name, kind in (("http", HttpLimits), ("access", Access)):
+        if name in given:
+            given[name] = kind(**given[name])
+    server = ScriptedServer(**{"grace_s": 1.0} | given)
     server.script.step_s = float(sys.argv[1])
     print(server.url, flush=True)
     asyncio.run(server.run())

@@ -51,7 +51,13 @@ def test_options_reach_the_template() -> None:
     assert rendered(tokenizer, USER, thinking=True, tools=[]) == "hello think0"
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "truncation", "return_dict"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template", "tokenize", "truncation", "return_dict", "sanitize_control_tokens"),
+        *("tokenizer", "messages", "conversation", "conversations", "self"),  # S08
+    ],
+)
 def test_a_request_cannot_bring_its_own_template_or_cut_the_prompt(name: str) -> None:
     with pytest.raises(RequestError, match=f"{name} cannot be set by a request") as caught:
         render_chat(tokenizer_with(WITH_BOS), [USER], **{name: True})

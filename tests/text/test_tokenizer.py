@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tiny_models import VOCAB_SIZE, build_tokenizer
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -19,6 +19,8 @@ from llmsched.engine.model.source import locate
 from llmsched.engine.text.tokenizer import Tokenizer
 
 SPACE = "\u2581"
+#: Texts that some tokenizer turns into few tokens: runs of spaces, unknown words, joined accents, text of one token.
+DENSE = [" " * 4000, "\u6f22" * 4000, "\u03b1\u0313\u0300\u0345" * 1000, "<|im_end|>" + " " * 999, "<|im_end|>" * 99]
 TEXTS = ["", "Hello world", "the quick brown fox", " two  spaces ", "naïve 漢字 🙂\n\ttabs", "<|im_end|> in text"]
 
 
@@ -168,5 +170,48 @@ def test_damaged_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_demo_splits_digits(demo_dir: Path) -> None:
     tokenizer = load_tokenizer(locate(str(demo_dir)))
+    for text in [*DENSE, "\x04" * 999, *(chr(i) * 999 for i in range(0x80, 0x90)), "\U00040000" * 999]:
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.least_tokens("word " * 1000) > 20
     assert tokenizer.encode("x  2") == [104, 256, 34]
     assert tokenizer.vocab_size == 49152
+
+
+def backend_of(kind: str) -> Backend:
+    """Return the tiny byte-level backend with one change, or another model with its usual pre-tokeniser."""
+    backend = Backend.from_str(build_tokenizer(bos=False).backend_tokenizer.to_str())
+    match kind:
+        case "nfc":
+            backend.normalizer = normalizers.NFC()
+        case "strip":
+            backend.normalizer = normalizers.Strip()
+        case "regex":
+            backend.normalizer = normalizers.Replace(Regex(" +"), " ")
+        case "rstrip":
+            backend.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
+        case "removed":
+            split = pre_tokenizers.Split(" ", "removed")
+            backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel()])
+        case "words":
+            backend = Backend(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+            backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        case "unknown":
+            backend = Backend(models.BPE(vocab={"a": 0, "<unk>": 1}, merges=[], unk_token="<unk>", fuse_unk=True))
+    return backend
+
+
+@pytest.mark.parametrize("kind", ["plain", "nfc"])
+def test_no_text_has_more_characters_per_token_than_the_bound(kind: str) -> None:  # S04
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend_of(kind)))
+    for text in DENSE:
+        assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("kind", ["strip", "regex", "rstrip", "removed", "words", "unknown"])
+def test_tokenizers_that_drop_text_have_no_bound(kind: str) -> None:  # S04
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend_of(kind)))
+    assert [tokenizer.least_tokens(text) for text in DENSE] == [0] * len(DENSE)
+
+
+def test_byte_fallback_has_a_bound(spiece: Tokenizer) -> None:
+    assert spiece.least_tokens("ab" * 50) == 100 / len("<unk>")

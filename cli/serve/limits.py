@@ -1,0 +1,89 @@
+"""Limits of the HTTP server: what clients may send, hold and keep waiting, as flags of `llmsched serve`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import psutil
+import typer
+
+from llmsched.cli.options.flags import duration_option, typed
+from llmsched.cli.serve.protocol import MAX_CHOICES
+from llmsched.cli.values import size
+from llmsched.engine.errors import ConfigError, check_range
+
+_DEFAULT_CONNECTIONS = 4096
+#: File descriptors kept for everything but connections: listener, log, model files, connections that are closing.
+_SPARE_FILES = 80
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits that hold for every client. Times are in seconds, sizes in bytes."""
+
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="4096, or fewer if the limit of open files is lower",
+            help="Most open connections. For one more, the server closes the connection that has waited longest "
+            "without a request.",
+        ),
+    ] = None
+    header_timeout: Annotated[
+        float,
+        duration_option("Time that a client has to send the headers of a request.", show_default="10s"),
+    ] = 10.0
+    body_timeout: Annotated[
+        float,
+        duration_option("Time that a client has to send the body of a request.", show_default="60s"),
+    ] = 60.0
+    send_timeout: Annotated[
+        float,
+        duration_option("Time in which a client must take some more of its answer.", show_default="60s"),
+    ] = 60.0
+    keep_alive_timeout: Annotated[
+        float,
+        duration_option(
+            "Time that a connection stays open without a request. Keep it above that of a proxy in front.",
+            show_default="75s",
+        ),
+    ] = 75.0
+    max_body_size: Annotated[
+        int,
+        typer.Option(parser=typed(size), metavar="SIZE", show_default="8MiB", help="Largest body of a request."),
+    ] = 8 << 20
+    max_choices: Annotated[int, typer.Option(min=1, max=1 << 16, help="Most choices (prompts x n) of one request.")] = (
+        MAX_CHOICES
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("header_timeout", "body_timeout", "send_timeout", "keep_alive_timeout"):
+            check_range(name, getattr(self, name), getattr(self, name) > 0, "a duration above 0")
+
+    def connections(self) -> int:
+        """Return the most connections that may be open, after raising the process's limit of open files if needed.
+
+        Raises ConfigError if `max_connections` does not fit the limit of open files.
+        """
+        wanted = self.max_connections or _DEFAULT_CONNECTIONS
+        if sys.platform == "win32":
+            return wanted
+        import resource
+
+        needed: int = wanted + psutil.Process().num_fds() + _SPARE_FILES
+        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit == resource.RLIM_INFINITY or limit >= needed:
+            return wanted
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        fit = max(8, wanted - (needed - limit))
+        if self.max_connections is not None and fit < wanted:
+            raise ConfigError(
+                "max_connections",
+                f"{wanted} connections need {needed} open files, but the limit is {limit}; allowed is 1 to {fit}; or "
+                "raise the limit with `ulimit -n`",
+            )
+        return min(fit, wanted)

@@ -1,0 +1,156 @@
+"""Attacks on a running server, and a probe that measures how fast /health answers meanwhile."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass
+class Health:
+    """Answers of /health during an attack: `seconds` of each, and the `statuses` (or names of exceptions)."""
+
+    seconds: list[float] = field(default_factory=list)
+    statuses: Counter[Any] = field(default_factory=Counter)
+
+    def at(self, share: float) -> float:
+        """Return the quantile of the times in seconds; share 1 is the longest."""
+        times = sorted(self.seconds)
+        return times[min(len(times) - 1, int(share * len(times)))]
+
+
+@contextmanager
+def watched(url: str, every_s: float = 0.05) -> Iterator[Health]:
+    """Ask for /health on a new connection every `every_s` seconds, until the block ends and at least 5 times."""
+    health, stop = Health(), threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(every_s) or len(health.seconds) < 5:
+            begun = time.perf_counter()
+            try:
+                outcome: Any = ask(url, "/health", timeout=30)[0]
+            except OSError as error:
+                outcome = type(error).__name__
+            health.seconds.append(time.perf_counter() - begun)
+            health.statuses[outcome] += 1
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield health
+    finally:
+        stop.set()
+        watcher.join()
+
+
+def ask(
+    url: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None, timeout: float = 60
+) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of an answer; with a request body, POST it."""
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=timeout)
+    try:
+        kind = {"Content-Type": "application/json"}
+        connection.request("GET" if body is None else "POST", path, body, kind | (headers or {}))
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    finally:
+        connection.close()
+
+
+def connected(url: str) -> socket.socket:
+    place = urlsplit(url)
+    return socket.create_connection((str(place.hostname), place.port or 80), timeout=30)
+
+
+@contextmanager
+def idle_connections(url: str, count: int, sent: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Hold `count` connections that have sent only `sent`."""
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            with suppress(OSError):
+                sockets.append(connected(url))
+                sockets[-1].sendall(sent)
+        yield sockets
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def closed(each: socket.socket) -> bool:
+    """Return whether the server has closed the connection."""
+    each.setblocking(False)
+    try:
+        return not each.recv(1 << 16) or closed(each)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def one_byte_chunks(url: str, count: int, path: str = COMPLETIONS) -> int | str:
+    """POST a body in `count` chunks of one byte; return the status, or the name of an error."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with connected(url) as sender:
+        pieces = b"1\r\n \r\n" * 10_000
+        with suppress(OSError):
+            sender.sendall(head)
+            for _ in range(count // 10_000):
+                sender.sendall(pieces)
+            sender.sendall(b"0\r\n\r\n")
+        try:
+            return int(sender.recv(1 << 16).split(b" ", 2)[1])
+        except (OSError, IndexError) as error:
+            return type(error).__name__
+
+
+def all_at_once(count: int, attack: Callable[[int], Any]) -> Counter[Any]:
+    """Run the attack in `count` threads; return how often each outcome (or exception) came."""
+
+    def outcome(number: int) -> Any:
+        try:
+            return attack(number)
+        except OSError as error:
+            return type(error).__name__
+
+    with ThreadPoolExecutor(count) as pool:
+        return Counter(pool.map(outcome, range(count)))
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode()
+
+
+def burst(url: str, count: int, body: bytes) -> list[tuple[int, bytes]]:
+    """Send `count` streaming requests on as many connections; return each status line's number and the first bytes.
+
+    The answers are read as far as they have come after all were sent.
+    """
+    place = urlsplit(url)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    sockets = [connected(url) for _ in range(count)]
+    try:
+        for each in sockets:
+            each.sendall(head + body)
+        answers = []
+        for each in sockets:
+            each.settimeout(30)
+            first = each.recv(1 << 16)
+            answers.append((int(first.split(b" ", 2)[1]), first))
+        return answers
+    finally:
+        for each in sockets:
+            each.close()
