@@ -34,6 +34,9 @@ _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 #: Version of ConfigCache's file format. Increase it when the stored values, or the way to compute them, change.
 _CACHE_FORMAT = 3
 
+#: Settings of families.py for which null is a value.
+_NULLABLE = frozenset({"sliding_window", "q_lora_rank", "hidden_size_per_layer_input", "num_kv_shared_layers"})
+
 #: Settings in Family.needs whose values are text.
 _WORDS = frozenset({"hybrid_override_pattern"})
 
@@ -216,7 +219,7 @@ def _read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCach
     outer = {name: value for name, value in config.items() if "quant" in name}
     own = standardise({**outer, **text, **shared})
     stated = frozenset(own)
-    named = {STANDARD_NAMES.get(name, name) for name in text} | stated  # null is a statement
+    named = {STANDARD_NAMES.get(name, name) for name in text if text[name] is not None or name in _NULLABLE} | stated
     family = FAMILIES.get(str(text.get("model_type")))
     unstated: frozenset[str] = frozenset()
     defaults: dict[str, Any] = {}

@@ -97,9 +97,10 @@ def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
     return -(-int(2 * mlp["ffn_mult"] * hidden / 3) // 256) * 256
 
 
-def _from_multipliers(values: Mapping[str, Any], multipliers: Any) -> dict[str, Any]:
+def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any]:
     """Rewrite ffn_multipliers of OpenELM: widths as multiples of hidden_size, rounded to ffn_dim_divisor."""
-    divisor, widths = int(values.get("ffn_dim_divisor", 1)), []
+    values.pop("qkv_multipliers", None)  # the numbers of heads follow from them
+    divisor, widths = int(values.pop("ffn_dim_divisor", 1)), []
     for multiplier in multipliers:
         exact = multiplier * values["hidden_size"]
         width = max(divisor, int(exact + divisor / 2) // divisor * divisor)

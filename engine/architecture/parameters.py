@@ -225,7 +225,8 @@ class _Counter:
 
     @property
     def _mlp_names(self) -> tuple[str, ...]:
-        return ("gate_proj", "up_proj", "down_proj") if self.parts.gated_mlp else ("up_proj", "down_proj")
+        gated = self.parts.gated_mlp and self.config.get("ffn_with_glu", default=True)
+        return ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
 
     def _on(self, switch: Switch) -> bool:
         return bool(self.config.get(switch)) if isinstance(switch, str) else switch

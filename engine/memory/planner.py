@@ -267,7 +267,7 @@ def open_planner(
     content, directory, origin = _read_model(spec, progress)
     if quantization is not None:
         content, directory = quantised_config(content, quantization), None
-    name = "" if spec.endswith(".gguf") else Path(spec).name
+    name = "" if spec.endswith(".gguf") else model_name(spec)
     cache = ConfigCache(content, cache_directory() / "configs")
     return ModelPlanner(content, directory, weights, cache, name, origin)
 

@@ -26,6 +26,21 @@ QWEN25_05B = {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
 }
+OPENELM_270M = {
+    "model_type": "openelm",
+    "num_transformer_layers": 16,
+    "model_dim": 1280,
+    "head_dim": 64,
+    "ffn_dim_divisor": 256,
+    "ffn_multipliers": [0.5, 0.73, 0.97, 1.2, 1.43, 1.67, 1.9, 2.13, 2.37, 2.6, 2.83, 3.07, 3.3, 3.53, 3.77, 4.0],
+    "ffn_with_glu": True,
+    "num_kv_heads": [3] * 5 + [4] * 7 + [5] * 4,
+    "num_query_heads": [12] * 5 + [16] * 7 + [20] * 4,
+    "normalize_qk_projections": True,
+    "share_input_output_layers": True,
+    "vocab_size": 32000,
+    "max_context_length": 2048,
+}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +56,8 @@ QWEN25_05B = {
         ("Qwen--Qwen3.5-27B", 27356728560),
         ("google--gemma-4-26B-A4B", 25805933872),
         ("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31577937344),
+        ("nvidia--Llama-3_3-Nemotron-Super-49B-v1", 49867145216),
+        (OPENELM_270M, 271527168),
     ],
 )
 def test_parameters_of_published_models(config: dict[str, Any] | str, parameters: int) -> None:

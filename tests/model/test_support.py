@@ -140,3 +140,10 @@ def test_config_json_shows_vision_and_layer_types() -> None:
     nested = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
     assert "more than text" in str(refusal_of_file(nested))
     assert "layers of type linear_attention" in str(refusal_of_file({**LLAMA, "layer_types": ["linear_attention"]}))
+
+
+def test_m02_quantised_weights_that_only_the_file_beside_the_config_names_are_refused(tmp_path: Path) -> None:
+    model = write_config(tmp_path, LLAMA)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ModelError, match=r"its weights are quantised \(modelopt NVFP4\)"):
+        load_config(locate(model))
