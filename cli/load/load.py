@@ -67,7 +67,10 @@ class Load(Schedule, ABC):
         """Return a description of the requests in words."""
 
     def parameters(self) -> dict[str, Any]:
-        """Return all settings as JSON values, with a `fingerprint` that loads share if only `prompt_seed` differs."""
+        """Return all settings as JSON values, with a `fingerprint` that only loads with equal requests and times share.
+
+        The tokens of random prompts may differ.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
         for name, value in values.items():
             if value == math.inf:  # JSON has no infinity
@@ -78,7 +81,7 @@ class Load(Schedule, ABC):
         if self.arrivals != "daynight":
             idle |= {"day_period", "day_amplitude"}
         settings = {"load": self.describe(), **values, **dict.fromkeys(idle), **self._facts()}
-        compared = {name: value for name, value in settings.items() if name != "prompt_seed"}
+        compared = {name: value for name, value in settings.items() if name not in ("prompt_seed", "trace_notes")}
         canonical = json.dumps(compared, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return {**settings, "fingerprint": hashlib.sha256(canonical.encode()).hexdigest()}
 

@@ -76,8 +76,9 @@ class TraceLoad(Load):
         elif self.speedup != 1:
             raise ConfigError("speedup", f"{self.speedup:g} has no effect: no timestamps of the trace are used")
         elif self.request_rate is None and self.max_concurrency is None:
+            why = f" ({', '.join(self.trace.notes)})" if self.trace.notes else ""
             raise LlmschedError(
-                f"no timestamps of {self.trace.name} are used; set the times with {setting('request_rate')} "
+                f"no timestamps of {self.trace.name} are used{why}; set the times with {setting('request_rate')} "
                 f"(inf: all at once) or {setting('max_concurrency')}"
             )
         super().__post_init__()
@@ -137,8 +138,8 @@ class TraceLoad(Load):
             stated = request.answer_len() if encode is None else request.answer_len(encode.count)
             if stated is None and self.output_len is None:
                 raise LlmschedError(
-                    f"{self.trace.name}, line {request.line}: no max_tokens; "
-                    f"give {setting('output_len')} for requests without it"
+                    f"{self.trace.name}, line {request.line}: neither an answer nor its length (max_tokens, "
+                    f"output_tokens); give {setting('output_len')} for such requests"
                 )
             answers.append(_sendable(length if stated is None else stated, self.max_output_len))
         return answers
@@ -158,7 +159,7 @@ class TraceLoad(Load):
         mean = f"mean {facts['mean_input_len']:,.0f} {unit} in" + ("" if out is None else f", {out:,.0f} out")
         changed = {"zero_lengths": "of length 0 sent as 1", "cut_lengths": "cut"}
         told = [f"{facts[name]:,} {text}" for name, text in changed.items() if facts[name]]
-        return f"{self.num_requests:,} requests of {self.trace.name} ({', '.join([mean, *told])})"
+        return f"{self.num_requests:,} requests of {self.trace.name} ({', '.join([mean, *told, *self.trace.notes])})"
 
     def _length_facts(self) -> dict[str, Any]:
         inputs = [request.words_in for request in self._requests]
@@ -175,6 +176,7 @@ class TraceLoad(Load):
         return {
             "trace": self.trace.name,
             "trace_format": self.trace.format,
+            "trace_notes": list(self.trace.notes),
             "num_prompts": self.num_requests,
             **self._length_facts(),
             "trace_sha256": self._digest,

@@ -49,10 +49,12 @@ class SourceFlags:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Send the requests of a file: Azure or BurstGPT CSV, Mooncake or ShareGPT JSON, a request log (JSONL "
-            "with messages or prompt, max_tokens, timestamp), or a table of lengths; gzip is unpacked. Requests are "
-            "sent at the recorded times; --request-rate rescales them to that mean rate. Prompts too long for the "
-            "target are sent anyway and count as failed. Lengths of 0 are sent as 1.",
+            help="Send the requests of a file: Azure or BurstGPT CSV, Mooncake, Bailian or ShareGPT JSON, a log or "
+            "data set (JSONL or CSV with messages, prompt or text_input; max_tokens, output_tokens or an answer; "
+            "perhaps timestamp), an OpenAI batch or fine-tuning file, or a table of lengths; gzip is unpacked. An "
+            "answer in the file is not sent, but gives the number of tokens to ask for. Requests are sent at the "
+            "recorded times; --request-rate rescales them to that mean rate. Prompts too long for the target are sent "
+            "anyway and count as failed. Lengths of 0 are sent as 1.",
         ),
     ] = None
 
@@ -68,8 +70,8 @@ class TraceFlags:
     timestamp_unit: Annotated[
         TimestampUnit | None,
         typer.Option(
-            show_default="ms for Mooncake, else s",
-            help="Unit of numeric timestamps. Unix timestamps are recognised whatever their unit.",
+            show_default="judged by the format and the size of the numbers",
+            help="Unit of numeric timestamps. The report says which one was taken.",
         ),
     ] = None
     limit: Annotated[
@@ -89,8 +91,8 @@ class TraceFlags:
         typer.Option(
             min=1,
             metavar="TOKENS",
-            show_default="512",
-            help="Number of tokens per entry of hash_ids in a Mooncake trace.",
+            show_default="512; 16 for Bailian",
+            help="Number of tokens per entry of hash_ids in a Mooncake or Bailian trace.",
         ),
     ] = None
 
@@ -131,7 +133,8 @@ class LoadFlags(TraceFlags, SourceFlags):
         str | None,
         typer.Option(
             metavar="TOKENS",
-            help="Tokens of each answer, in the same syntax. With a trace, it applies to requests without max_tokens.",
+            help="Tokens of each answer, in the same syntax. With a trace, it applies to requests of which the trace "
+            "states neither an answer nor its length.",
         ),
     ] = None
     prefix_len: Annotated[

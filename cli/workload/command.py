@@ -86,6 +86,7 @@ def _as_json(found: LoadAnalysis) -> dict[str, Any]:
         "format": sample.format,
         "requests": len(sample.inputs),
         "tokens": sample.tokens,
+        "notes": list(sample.notes),
         "block_size": found.block_size,
         "input_len": _plain(found.input),
         "output_len": _plain(found.output),
@@ -102,7 +103,8 @@ def _plain(figures: Any) -> dict[str, Any] | None:
 
 def _show(found: LoadAnalysis) -> None:
     sample = found.sample
-    render.say(f"{sample.name} ({sample.format}): {len(sample.inputs):,} requests; lengths in tokens ({sample.tokens})")
+    facts = [f"{len(sample.inputs):,} requests", f"lengths in tokens ({sample.tokens})", *sample.notes]
+    render.say(f"{sample.name} ({sample.format}): {'; '.join(facts)}")
     lengths = (("prompt", found.input), ("answer", found.output), ("total", found.total))
     rows = []
     for name, each in lengths:

@@ -28,6 +28,7 @@ class RequestSample:
     prompts: Sequence[Sequence[int]] | None = None
     unit: int = 1
     texts: Sequence[str] | None = None
+    notes: Sequence[str] = ()
 
 
 class _WordIds:
@@ -67,6 +68,7 @@ def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None
         prompts=prompts if any(prompts) or trace.of_text else None,
         unit=1 if trace.of_text else trace.block_tokens,
         texts=texts,
+        notes=trace.notes,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,17 +20,29 @@ from llmsched.cli.load.traces.rows import (
     first_line,
     json_objects,
     open_text,
+    records,
     shown,
 )
-from llmsched.cli.load.traces.timestamps import TimestampUnit
+from llmsched.cli.load.traces.timestamps import UNITS, TimestampUnit
 from llmsched.cli.load.traces.trace import Content, TraceRequest
 from llmsched.engine.errors import setting
 
-TraceFormat = Literal["azure", "burstgpt", "lengths", "mooncake", "sharegpt", "log"]
+TraceFormat = Literal["azure", "burstgpt", "lengths", "mooncake", "bailian", "sharegpt", "log"]
 
-#: Names that a request log may use for a field, in order of preference.
-_TIMES = ("timestamp", "arrival_time", "created_at", "created", "time")
+#: Names that a request log may use for a field, in order of preference. The name of a time may end in its unit.
+_TIMES = tuple(
+    name + unit
+    for name in ("timestamp", "arrival_time", "arrived_at", "created_at", "created", "time")
+    for unit in ("", *(f"_{unit}" for unit in UNITS))
+)
 _LIMITS = ("max_tokens", "max_completion_tokens")
+_BODIES = ("body", "payload", "request")
+_PROMPTS = ("prompt", "text_input", "instruction", "question", "text", "input")
+_CONTEXTS = ("input", "context")
+_ANSWERS = ("completion", "response", "output", "answer")
+
+#: Names that a file of conversations may use for the turns of a conversation.
+_TALKS = ("conversations", "conversation", "items")
 
 #: Speakers in a ShareGPT conversation -> their roles in the chat API. Early dumps also name other assistants.
 _ROLES = {
@@ -41,11 +55,11 @@ _ROLES = {
 #: benchmarks. A total is used only if there is no prompt length.
 _PROMPT = (
     *("contexttokens", "input_length", "request tokens", "num_prefill_tokens"),
-    *("prompt_tokens", "prompt_len", "input_len"),
+    *("prompt_tokens", "prompt_tokens_count", "input_tokens", "prompt_len", "input_len"),
 )
 _OUTPUT = (
     *("generatedtokens", "output_length", "response tokens", "num_decode_tokens"),
-    *("completion_tokens", "output_tokens", "output_len"),
+    *("completion_tokens", "output_tokens", "output_tokens_count", "output_len"),
 )
 _TOTAL = ("total_tokens", "num_total_tokens", "length", "tokens")
 
@@ -55,26 +69,35 @@ INPUT, OUTPUT = "input tokens", "output tokens"
 _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FormatOptions:
-    """Options: most requests (`turns`) from a ShareGPT conversation, and tokens per block of a Mooncake trace."""
+    """Options: most requests (`turns`) from a ShareGPT conversation, and tokens per block of a Mooncake trace.
+
+    The reader counts the turns that it leaves out in `skipped`, by speaker. It sets `sessions` if turns wait for
+    answers.
+    """
 
     turns: int
     block_tokens: int
+    skipped: Counter[str] = field(default_factory=Counter)
+    sessions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """File format of traces: functions that read the records and return the requests of a record, with an offset of 0.
 
-    `time` returns the name of the field with the record's timestamp. `unit` is the unit of timestamps that are numbers.
-    The functions raise TraceError for a bad record.
+    `time` returns the name of the field with the record's timestamp. `unit` is the unit of timestamps that are numbers:
+    of all files if `fixed_unit` is True, else of most. `block_tokens` is the usual number of tokens per block, None
+    without blocks. The functions raise TraceError for a bad record.
     """
 
     rows: Callable[[Path], Iterator[Row]]
     requests: Callable[[Row, FormatOptions], list[TraceRequest]]
     time: Callable[[Row], str | None]
     unit: TimestampUnit = "s"
+    fixed_unit: bool = False
+    block_tokens: int | None = None
 
 
 def has_lengths(line: str, names: Collection[str]) -> bool:
@@ -136,6 +159,8 @@ def _lengths(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """Return the request of a record, in a list. `hash_ids` name the blocks of the prompt; the last may be shorter."""
+    if "input_length" not in row.values:
+        return _log(row, options)
     length, answer = row.length("input_length"), row.length("output_length")
     blocks = row.values.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < 2**64 for b in blocks):
@@ -150,34 +175,60 @@ def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a request for each answered user message, up to `options.turns`. Its prompt is the conversation so far."""
-    field = "items" if "items" in row.values and "conversations" not in row.values else "conversations"
-    said = row.values.get(field)
-    if not isinstance(said, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in said):
-        raise row.wrong(f'{field} is {shown(said)}; allowed is a list of {{"from": ..., "value": TEXT}}')
+    """Return a request for each answered user message, up to `options.turns`. Its prompt is the conversation so far.
+
+    Turns of tools and other speakers are left out and counted in `options.skipped`.
+    """
+    name = next((name for name in _TALKS if name in row.values), _TALKS[0])
+    said = row.values.get(name)
+    if not isinstance(said, list) or not all(isinstance(turn, dict) for turn in said):
+        raise row.wrong(f'{name} is {shown(said)}; allowed is a list of {{"from": ..., "value": TEXT}}')
+    messages: list[dict[str, str]] = []
     for turn in said:
-        if not isinstance(name := turn.get("from"), str) or name not in _ROLES:
-            raise row.wrong(f"from is {shown(name)}; allowed are {', '.join(_ROLES)}")
-    messages = [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in said]
+        speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if not isinstance(speaker, str):
+            raise row.wrong(f"from is {shown(speaker)}; allowed are {', '.join(_ROLES)}")
+        if (role := _ROLES.get(speaker)) is None:
+            options.skipped[speaker] += 1
+        elif not isinstance(text, str):
+            raise row.wrong(f"value is {shown(text)}; allowed is text")
+        messages.append({"role": role or "", "content": text if role else ""})
     asked = [at for at, pair in enumerate(pairwise(messages)) if [m["role"] for m in pair] == ["user", "assistant"]]
     return [
-        TraceRequest(row.line, 0.0, content=Content.of_messages(messages[: at + 1]), answer=messages[at + 1]["content"])
+        TraceRequest(
+            row.line,
+            0.0,
+            content=Content.of_messages([message for message in messages[: at + 1] if message["role"]]),
+            answer=messages[at + 1]["content"],
+        )
         for at in asked[: options.turns]
     ]
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request of a record: the body of an OpenAI API request, or an object with it in a field `body`."""
-    body = row.inside(row.values["body"]) if isinstance(row.values.get("body"), dict) else row
-    limit = next((name for name in _LIMITS if body.values.get(name) is not None), None)
-    answer = None if limit is None else body.length(limit)
-    if body.values.get("messages") is not None:
-        content = Content.of_messages(_messages(body))
-    elif isinstance(prompt := body.values.get("prompt"), str):
-        content = Content(prompt)
-    else:
-        raise row.wrong(f"prompt is {shown(prompt)} and messages are missing; give messages, or prompt as text")
-    return [TraceRequest(row.line, 0.0, output_len=answer, content=content)]
+    """Return the request of a record, in a list.
+
+    The record is the body of an OpenAI API request, an object that contains one, or a prompt with its answer or the
+    length of its answer. A last message of the assistant is the answer, unless max_tokens shows that one was requested.
+    """
+    inner = next((row.values[name] for name in _BODIES if isinstance(row.values.get(name), dict)), None)
+    body = row if inner is None else row.inside(inner)
+    given = {name: value for name, value in body.values.items() if value not in (None, "")}
+    limit = next((name for name in (*_LIMITS, *_OUTPUT) if name in given), None)
+    length = None if limit is None else body.length(limit)
+    answer = next((given[name] for name in _ANSWERS if isinstance(given.get(name), str)), None)
+    if "messages" in given:
+        messages = _messages(body)
+        if len(messages) > 1 and messages[-1]["role"] == "assistant" and limit not in _LIMITS:
+            *messages, last = messages
+            answer = Content.of_messages([last]).text or json.dumps(last.get("tool_calls"))
+        return [TraceRequest(row.line, 0.0, None, length, content=Content.of_messages(messages), answer=answer)]
+    name = next((name for name in _PROMPTS if name in given), "prompt")
+    prompt = given.get(name)
+    if not isinstance(prompt, str) or prompt.strip().isdecimal():
+        raise row.wrong(f"{name} is {shown(prompt)} and messages are missing; give messages, or prompt as text")
+    contexts = [given[more] for more in _CONTEXTS if name == "instruction" and isinstance(given.get(more), str)]
+    return [TraceRequest(row.line, 0.0, None, length, content=Content("\n\n".join([prompt, *contexts])), answer=answer)]
 
 
 def _messages(row: Row) -> list[Mapping[str, Any]]:
@@ -200,11 +251,17 @@ def _is_text(part: Any) -> bool:
 _AZURE = {"timestamp": "TIMESTAMP", "contexttokens": INPUT, "generatedtokens": OUTPUT}
 _BURSTGPT = {"timestamp": "Timestamp", "request tokens": INPUT, "response tokens": OUTPUT}
 
+
+def _time(row: Row) -> str | None:
+    return next((name for name in _TIMES if name in row.values), None)
+
+
 FORMATS: dict[TraceFormat, Format] = {
     "azure": Format(partial(csv_rows, needed=_AZURE), _lengths, lambda row: "TIMESTAMP"),
-    "burstgpt": Format(partial(csv_rows, needed=_BURSTGPT), _lengths, lambda row: "Timestamp"),
+    "burstgpt": Format(partial(csv_rows, needed=_BURSTGPT), _lengths, lambda row: "Timestamp", fixed_unit=True),
     "lengths": Format(length_rows, _lengths, lambda row: None),
-    "mooncake": Format(json_objects, _mooncake, lambda row: "timestamp", "ms"),
+    "mooncake": Format(records, _mooncake, _time, "ms", block_tokens=512),
+    "bailian": Format(records, _mooncake, _time, "s", True, 16),
     "sharegpt": Format(json_objects, _sharegpt, lambda row: None),
-    "log": Format(json_objects, _log, lambda row: next((name for name in _TIMES if name in row.values), None)),
+    "log": Format(records, _log, _time),
 }

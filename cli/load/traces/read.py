@@ -13,6 +13,12 @@ from llmsched.cli.load.traces.timestamps import Timestamp, TimestampUnit, offset
 from llmsched.cli.load.traces.trace import Trace, TraceRequest
 from llmsched.engine.errors import setting
 
+#: Note on files of AIPerf and GenAI-Perf, whose turns follow the answer before.
+_SESSIONS = (
+    "sessions (session_id, delay): a turn waits for an answer, so no times are replayed and each turn is a request of "
+    "its own"
+)
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -30,38 +36,43 @@ def read_trace(
 
     Requests are sorted by time; requests with equal times keep the file's order. Only the first `limit` requests are
     kept. `timestamp_unit` is the unit of timestamps that are numbers; if it is None, the unit is found as timestamps.py
-    describes. `turns` (1 if None) is only for ShareGPT, `trace_block_size` (512 tokens if None) only for Mooncake: see
-    FormatOptions.
+    describes. `turns` (1 if None) is only for ShareGPT, `trace_block_size` (512 or 16 tokens if None) only for Mooncake
+    and Bailian: see FormatOptions. The times of sessions whose turns wait for answers are left out.
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
-    not a number, if the unit of the timestamps is ambiguous, or if an option does not fit the format.
+    not a number, or if an option does not fit the format.
     """
     trace_format = trace_format or detect(path)
     file_format = FORMATS[trace_format]
-    for setting_name, value, only, content in (
-        ("turns", turns, "sharegpt", "conversations"),
-        ("trace_block_size", trace_block_size, "mooncake", "blocks"),
+    for setting_name, value, fits, content in (
+        ("turns", turns, trace_format == "sharegpt", "conversations"),
+        ("trace_block_size", trace_block_size, file_format.block_tokens, "blocks"),
     ):
-        if value is not None and trace_format != only:
+        if value is not None and not fits:
             has_none = f"{trace_format} traces have no {content}"
             raise TraceError(f"{path}: {setting(setting_name)} {value} is given, but {has_none}")
-    options = FormatOptions(turns or 1, trace_block_size or 512)
+    options = FormatOptions(turns or 1, trace_block_size or file_format.block_tokens or 512)
     found: list[tuple[Timestamp | None, TraceRequest]] = []
     for entry in _entries(path, file_format, options):
         found.append(entry)
         if limit is not None and len(found) >= limit and entry[0] is None:
             break
+    notes = [_SESSIONS] if options.sessions else []
+    if skipped := options.skipped:
+        count = sum(skipped.values())
+        notes.append(f"{count:,} turn{'s' if count > 1 else ''} skipped: {', '.join(sorted(skipped))}")
     if not found:
-        raise TraceError(f"{path} contains no request (read as {trace_format})")
+        raise TraceError(f"{path} contains no request ({', '.join([f'read as {trace_format}', *notes])})")
     stamps = [stamp for stamp, _ in found if stamp is not None]
     requests = [request for _, request in found]
-    if stamps:
-        due = offsets(stamps, timestamp_unit, file_format.unit, str(path))
+    if timed := bool(stamps) and not options.sessions:
+        due, note = offsets(stamps, timestamp_unit, file_format.unit, file_format.fixed_unit, str(path))
+        notes += [note] if note else []
         requests = [replace(request, offset=time) for request, time in zip(requests, due, strict=True)]
         requests.sort(key=lambda request: request.offset)
     elif timestamp_unit is not None:
         raise TraceError(f"{path}: {setting('timestamp_unit')} {timestamp_unit} is given, but there are no timestamps")
-    return Trace(name or path.name, trace_format, tuple(requests[:limit]), bool(stamps), options.block_tokens)
+    return Trace(name or path.name, trace_format, tuple(requests[:limit]), timed, options.block_tokens, tuple(notes))
 
 
 def _entries(
@@ -72,7 +83,9 @@ def _entries(
     for row in file_format.rows(path):
         field = file_format.time(row)
         first = first or (row, field)
-        if (field is None) != (first[1] is None):
+        if field is None and row.values.get("session_id") is not None and (row.values.get("delay") or first[1]):
+            options.sessions = True
+        elif (field is None) != (first[1] is None) and not options.sessions:
             there, missing = (first[0], row) if field is None else (row, first[0])
             raise missing.wrong(f"no timestamp, though line {there.line} has one")
         stamp = None if field is None else read_timestamp(row, field)
@@ -89,29 +102,52 @@ def detect(path: Path) -> TraceFormat:
         raise TraceError(f"{path} is empty")
     if has_lengths(line, ()):
         return "lengths"
-    if line[0] in "[{":
+    is_json, example = line[0] in "[{", {}
+    if is_json:
         head = next(json_objects(path), None)
         if head is None:
             raise TraceError(f"{path} is an empty list")
-        names = set(head.values)
+        names, example = set(head.values), dict(head.values)
     else:
         names = {name.lower() for name in csv_header(line)}
     for format_name, marks in _MARKS:
-        if marks <= names:
+        if marks <= names and (is_json or format_name != "sharegpt"):
             return format_name
     if has_lengths(line, names):
         return "lengths"
-    raise TraceError(f"{path} is not a trace in a known format ({', '.join(FORMATS)}); it begins with {shown(line)}")
+    known = f"not a trace in a known format ({', '.join(FORMATS)})"
+    if isinstance(example.get("turns"), list):
+        raise TraceError(f"{path} is a multi-turn file of AIPerf (turns); write a line with text_input for each turn")
+    lists = [
+        name for name, value in example.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
+    if lists:
+        known += f"; if {lists[0]} has the records, write them to a file of their own (jq '.{lists[0]}' FILE)"
+    if not is_json and (len(names) > 1 or path.suffix in (".csv", ".tsv")):
+        raise TraceError(
+            f"{path} is a CSV file without a column of prompts (prompt) or lengths (input_length, output_length): its "
+            f"header is {shown(line)}"
+        )
+    raise TraceError(f"{path} is {known}; it begins with {shown(line)}")
 
 
 #: Columns or fields that identify a format.
 _MARKS: tuple[tuple[TraceFormat, set[str]], ...] = (
     ("azure", {"timestamp", "contexttokens", "generatedtokens"}),
     ("burstgpt", {"timestamp", "request tokens", "response tokens"}),
+    ("bailian", {"chat_id", "input_length", "output_length"}),
     ("mooncake", {"input_length", "output_length"}),
+    ("mooncake", {"text_input"}),
     ("sharegpt", {"conversations"}),
+    ("sharegpt", {"conversation"}),
     ("sharegpt", {"items"}),
     ("log", {"messages"}),
     ("log", {"prompt"}),
     ("log", {"body"}),
+    ("log", {"payload"}),
+    ("log", {"request"}),
+    ("log", {"instruction"}),
+    ("log", {"question"}),
+    ("log", {"text"}),
+    ("log", {"input", "output"}),
 )

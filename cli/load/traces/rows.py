@@ -18,7 +18,19 @@ from llmsched.cli.values import MOST_TOKENS
 from llmsched.engine.errors import LlmschedError
 
 _GZIP = b"\x1f\x8b"
+#: First bytes of files that are no text, and what to do with them.
+_BINARY = {
+    b"PAR1": "a Parquet file; write it as JSON lines, with pandas: read_parquet(FILE).to_json(OUT, orient='records', "
+    "lines=True)",
+    b"ARROW1": "an Arrow file; write it as JSON lines or CSV",
+    b"PK\x03\x04": "a zip file or spreadsheet; unpack it, or save it as CSV",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it, or pack it with gzip",
+    b"\xfd7zXZ": "compressed with xz; unpack it, or pack it with gzip",
+    b"BZh": "compressed with bzip2; unpack it, or pack it with gzip",
+    b"SQLite format 3": "an SQLite database; write its table as CSV",
+}
 _SHOWN = 80
+csv.field_size_limit(1 << 30)  # long prompts
 _CHUNK = 1 << 20
 
 #: Text between the elements of a JSON array.
@@ -77,8 +89,10 @@ def open_text(path: Path) -> Iterator[TextIO]:
         if path.is_char_device():
             raise TraceError(f"{path} is a device, not a file")
         with path.open("rb") as raw:
-            packed = raw.read(2) == _GZIP
-        opener = gzip.open if packed else open
+            begin = raw.read(16)
+        if kind := next((kind for mark, kind in _BINARY.items() if begin.startswith(mark)), None):
+            raise TraceError(f"{path} is {kind}")
+        opener = gzip.open if begin.startswith(_GZIP) else open
         with opener(path, "rt", encoding="utf-8-sig", newline="") as text:
             yield text
     except UnicodeDecodeError as problem:
@@ -99,9 +113,22 @@ def first_line(path: Path) -> str:
 def csv_header(line: str) -> list[str]:
     """Return the column names of a CSV header, or an empty list if the line is not valid CSV."""
     try:
-        return [cell.strip() for cell in next(csv.reader([line]))]
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=_delimiter(line)))]
     except csv.Error:
         return []
+
+
+def _delimiter(header: str) -> str:
+    return next((mark for mark in ",;\t" if mark in header), ",")
+
+
+def records(path: Path) -> Iterator[Row]:
+    """Yield the records of a JSON or CSV file. The fields of a CSV record have the column names in lower case."""
+    line = first_line(path)
+    if line[:1] in ("[", "{"):
+        yield from json_objects(path)
+    else:
+        yield from csv_rows(path, {name: name for name in map(str.lower, csv_header(line))})
 
 
 def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
@@ -109,8 +136,9 @@ def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
 
     Raises TraceError if a column is missing.
     """
+    delimiter = _delimiter(first_line(path))
     with open_text(path) as text:
-        reader = csv.reader(text)
+        reader = csv.reader(text, delimiter=delimiter)
         try:
             header = next((row for row in reader if any(cell.strip() for cell in row)), [])
             names = [cell.strip().lower() for cell in header]
@@ -138,7 +166,8 @@ def json_objects(path: Path) -> Iterator[Row]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as problem:
-                raise row.wrong(f"not valid JSON ({_reason(problem)}): {shown(line)}") from problem
+                hint = "; write one object per line (jq -c . FILE)" if line.strip() == "{" else ""
+                raise row.wrong(f"not valid JSON ({_reason(problem)}): {shown(line)}{hint}") from problem
             if not isinstance(value, dict):
                 raise row.wrong(f"{shown(line)}; allowed is a JSON object per line")
             yield Row(path, number, value)

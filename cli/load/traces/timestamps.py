@@ -1,8 +1,8 @@
 """Timestamps of traces: their unit, and their conversion to seconds after the first request.
 
-If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise they are in the format's unit,
-unless they look like Unix timestamps (2001 to 2099) in another unit. If the other unit is finer, they are in that unit.
-If it is coarser, the trace is rejected.
+If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise they are in the unit that the
+field's name ends in, or in the unit in which they look like Unix timestamps (2001 to 2099), or in the format's unit. If
+the format's unit would make the mean gap between requests implausible, they are in the unit with the most usual gap.
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ UNITS: dict[TimestampUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 #: Numbers between these, as seconds since 1970, look like Unix timestamps: 2001-09-09 to 2099-12-03.
 _EPOCH = (1e9, 4.1e9)
 
+#: Plausible mean gaps between requests in seconds. Below the first, only few requests with whole numbers are believed:
+#: a trace in milliseconds has whole numbers, one in seconds has fractions or many requests with the same second.
+_GAPS = (0.01, 300.0)
+_FEW, _LEAST_GAP = 10, 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class Timestamp:
-    """Timestamp of a record: the number in the file or, for a date (by default in UTC), the microseconds since 1970."""
+    """Timestamp of a record: the number in the file or, for a date (by default in UTC), the microseconds since 1970.
+
+    `unit` is the unit that the field's name ends in, as in timestamp_ms.
+    """
 
     value: float
     is_date: bool = False
+    unit: TimestampUnit | None = None
 
 
 def read_timestamp(row: Row, name: str) -> Timestamp:
@@ -39,8 +48,9 @@ def read_timestamp(row: Row, name: str) -> Timestamp:
     value = row.values.get(name)
     text = str(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
     stamp = Timestamp(math.nan)
+    unit = next((unit for unit in UNITS if name.endswith(f"_{unit}")), None)
     try:
-        stamp = Timestamp(float(text))
+        stamp = Timestamp(float(text), unit=unit)
     except ValueError:
         with suppress(ValueError):
             moment = datetime.fromisoformat(text)
@@ -51,11 +61,14 @@ def read_timestamp(row: Row, name: str) -> Timestamp:
     return stamp
 
 
-def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, where: str) -> list[float]:
-    """Return the seconds from the earliest timestamp to each.
+def offsets(
+    stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, fixed: bool, where: str
+) -> tuple[list[float], str | None]:
+    """Return the seconds from the earliest timestamp to each, and a note on the unit that numbers were taken to be in.
 
-    `unit` is the user's choice, `stated` the format's unit. `where` names the file in errors. Raises TraceError if
-    dates and numbers are mixed, if a unit is given for dates, or if the unit is ambiguous.
+    `unit` is the user's choice, `stated` the format's unit, and `fixed` is True if all files of the format have that
+    unit. `where` names the file in errors. Raises TraceError if dates and numbers are mixed, or if a unit is given for
+    dates.
     """
     values = [stamp.value for stamp in stamps]
     dates = sum(stamp.is_date for stamp in stamps)
@@ -63,13 +76,23 @@ def offsets(stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: Tim
         raise TraceError(f"{where}: {dates} of {len(stamps)} timestamps are dates, the others numbers")
     if dates and unit is not None:
         raise TraceError(f"{where}: {setting('timestamp_unit')} {unit} is given, but the timestamps are dates")
+    taken = "us" if dates else unit or stamps[0].unit or _likely_unit(values, stated, fixed)
+    note = None if dates or unit else f"timestamps in {taken}"
+    if note and taken != (stamps[0].unit or stated):
+        note += f", as their size shows (--timestamp-unit {stated} overrides)"
+    low = min(values)
+    return [(value - low) / UNITS[taken] for value in values], note
+
+
+def _likely_unit(values: Sequence[float], stated: TimestampUnit, fixed: bool) -> TimestampUnit:
+    """Return the unit in which the values are Unix timestamps, else `stated` or, if implausible, a likelier one."""
     low, high = min(values), max(values)
-    # The unit in which the numbers are Unix timestamps, else the stated unit.
-    seen = next((u for u, n in UNITS.items() if _EPOCH[0] <= low / n and high / n <= _EPOCH[1]), stated)
-    if unit is None and not dates and UNITS[seen] < UNITS[stated]:
-        raise TraceError(
-            f"{where}: timestamps from {low:.15g} to {high:.15g} are in {stated} in this format, but look like {seen} "
-            f"since 1970; give {setting('timestamp_unit')} s, ms, us or ns"
-        )
-    per_second = UNITS["us" if dates else unit or seen]
-    return [(value - low) / per_second for value in values]
+    for unit, per_second in UNITS.items():
+        if _EPOCH[0] <= low / per_second and high / per_second <= _EPOCH[1]:
+            return unit
+    gap, whole = (high - low) / max(1, len(values) - 1), all(value.is_integer() for value in values)
+    least = _LEAST_GAP if whole and len(values) < _FEW else _GAPS[0]
+    if fixed or gap == 0 or least <= gap / UNITS[stated] <= _GAPS[1]:
+        return stated
+    likely: list[TimestampUnit] = [u for u, n in UNITS.items() if _GAPS[0] <= gap / n <= _GAPS[1]]
+    return min(likely, key=lambda u: abs(math.log(gap / UNITS[u])), default=stated)

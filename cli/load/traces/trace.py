@@ -61,7 +61,8 @@ class TraceRequest:
 class Trace:
     """Requests of a file, in the order of their offsets. `timed` is True if the file states their times.
 
-    Each entry of `hash_ids` names a block of `block_tokens` tokens. The last block of a prompt may be shorter.
+    Each entry of `hash_ids` names a block of `block_tokens` tokens. The last block of a prompt may be shorter. `notes`
+    say how the file was understood, and what was left out.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Trace:
     requests: tuple[TraceRequest, ...]
     timed: bool
     block_tokens: int = 512
+    notes: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:

@@ -196,4 +196,4 @@ def test_page_of_a_run_in_which_every_request_failed() -> None:
     report = as_json(experiment, figures)
     tags = parsed(result_page(Result(report, run_content(MeasuredRun(experiment, figures)), False, [report])))
     assert tags.seen.count("svg") == 0
-    assert "nothing to show" in tags.text
+    assert "1 of 1 requests failed: connect (refused)" in tags.text

@@ -159,7 +159,7 @@ def test_texts_become_tokens_for_targets_that_take_tokens() -> None:
 
 def test_answers_without_a_stated_length() -> None:
     made = texts(Content("a b"), Content("c"))
-    with pytest.raises(LlmschedError, match=r"t.jsonl, line 0: no max_tokens; give output_len"):
+    with pytest.raises(LlmschedError, match=r"t.jsonl, line 0: neither an answer nor .*; give output_len for"):
         TraceLoad(trace=made, max_concurrency=1).plan(COMMON_IDS)
     drawn = parse_lengths("5..9", "output_len")
     planned = TraceLoad(trace=made, max_concurrency=1, output_len=drawn).plan(COMMON_IDS)
