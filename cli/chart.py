@@ -63,8 +63,8 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False, ticks: int = 5) -> Axis:
-    """Return an axis that covers all finite values (and 0 if `from_zero`), with about `ticks` round ticks."""
+def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False) -> Axis:
+    """Return an axis that covers all finite values (and 0 if `from_zero`), with about five round ticks."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     low, high = (min(known), max(known)) if known else (1.0, 1.0) if log else (0.0, 1.0)
     if log:
@@ -77,7 +77,7 @@ def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False,
     low = min(low, 0.0) if from_zero else low
     if high <= low:
         high = low + (abs(low) or 1.0)
-    rough = (high - low) / ticks
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     # The next larger 1, 2 or 5 times a power of ten.
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))

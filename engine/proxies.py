@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -25,10 +24,10 @@ def proxy_for(url: str) -> str | None:
     return next((_checked(name, proxies[name]) for name in (target.scheme, "all") if proxies.get(name)), None)
 
 
-def check_proxies(names: Iterable[str] = ("https", "http", "all")) -> None:
-    """Raise LlmschedError if the proxy of a scheme in `names` ("all": of every scheme) has a malformed URL."""
+def check_proxies() -> None:
+    """Raise LlmschedError if the environment names a proxy with a malformed URL."""
     proxies = getproxies()
-    for name in names:
+    for name in ("https", "http", "all"):
         if proxies.get(name):
             _checked(name, proxies[name])
 

@@ -81,39 +81,41 @@ async def send_workload(
         target.meter.take()  # discard the steps before the load
     with settled_heap():
         async with loop_lags() as lags, _sampled(state, target.sample_interval) as samples:
-            try:
-                records = await run_load(
-                    planned,
-                    live.watching(target.send),
-                    closed=workload.closed,
-                    max_concurrency=workload.max_concurrency,
-                    timeout=timeout,
-                    stop_after=stop_after,
-                    on_end=count,
-                )
-                interrupted = False
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if not (partial and ended) or task is None:
-                    raise
-                task.uncancel()
-                records, interrupted = sorted(ended, key=lambda record: record.index), True
+            running = run_load(
+                planned,
+                live.watching(target.send),
+                closed=workload.closed,
+                max_concurrency=workload.max_concurrency,
+                timeout=timeout,
+                stop_after=stop_after,
+                on_end=count,
+            )
+            records, interrupted = await _unless_interrupted(running, ended if partial else [])
     await _ask_timelines(target, untold)
     after = await target.preemptions()
     # The counter of a restarted server begins at 0 again.
     preemptions = after - before if before is not None and after is not None and after >= before else None
     meter = None if target.meter is None else target.meter.take()
-    return RunRecord(
-        records,
-        preemptions,
-        lags,
-        not target.in_process,
-        samples,
-        target.memory(),
-        interrupted,
-        meter,
-        None if target.in_process else repeated_share(request.prompt for request in planned),
-    )
+    own_process = not target.in_process
+    repeated = repeated_share(request.prompt for request in planned) if own_process else None
+    return RunRecord(records, preemptions, lags, own_process, samples, target.memory(), interrupted, meter, repeated)
+
+
+async def _unless_interrupted(
+    running: Awaitable[list[RequestRecord]], ended: Sequence[RequestRecord]
+) -> tuple[list[RequestRecord], bool]:
+    """Return the records of a load, or those in `ended` if Ctrl-C cancels the task; and True in the second case.
+
+    Raises CancelledError if no request has ended.
+    """
+    try:
+        return await running, False
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not ended or task is None:
+            raise
+        task.uncancel()
+        return sorted(ended, key=lambda record: record.index), True
 
 
 @asynccontextmanager
