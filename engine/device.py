@@ -51,10 +51,7 @@ class DeviceMemory:
 
 
 def resolve_device(requested: str) -> str:
-    """Return cuda or cpu; auto means the GPU if torch sees one.
-
-    Raises ConfigError if cuda is requested and torch sees no GPU.
-    """
+    """Return cuda or cpu; auto means the GPU if torch sees one. Raises ConfigError for cuda if torch sees no GPU."""
     import torch
 
     available = torch.cuda.is_available()

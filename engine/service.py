@@ -239,10 +239,7 @@ class AsyncEngine:
                 ) from error
 
     def _take_inbox(self) -> None:
-        """Run the actions that the event loop has sent.
-
-        If the engine has no work, check its integrity once and wait for the next action.
-        """
+        """Run the actions that the event loop has sent. Without work, check the integrity once and wait for one."""
         while self._run_next(0.0):
             pass
         self.core.observe(self._refresh)

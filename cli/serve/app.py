@@ -47,10 +47,7 @@ S = TypeVar("S", bound=Schema)
 def build_app(
     engine: AsyncEngine, model_name: str, access: Access | None = None, limits: HttpLimits | None = None
 ) -> FastAPI:
-    """Return the ASGI application that serves `engine` as `model_name`.
-
-    `access` does not apply to /health and /metrics, which are open.
-    """
+    """Return the ASGI application that serves `engine`. `access` does not apply to /health and /metrics."""
     access = access or Access()
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine, has_key=access.api_key is not None))
@@ -197,10 +194,7 @@ class _ServedModel:
         prepare: Callable[[R], Iterator[PreparedPrompt]],
         make_format: Callable[[R, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
-        """Read, check, tokenise and submit a request, and return its answer.
-
-        A refused request gets an error status, even if it asks for a stream.
-        """
+        """Return the answer to a request. A refused request gets an error status, even if it asks for a stream."""
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         try:

@@ -119,10 +119,7 @@ async def run(
     After the first SIGTERM or SIGINT, /health and new requests get 503. Running requests have `grace_s` seconds to
     finish; those that take longer end with an error. A second signal ends the process at once. The function returns at
     most 2 seconds after the grace period, even if the engine hangs; its thread then still runs, so end the process with
-    `os._exit`.
-
-    The exit code is 0 after draining, even if requests were cut off, and 1 if the engine failed or hangs.
-
+    `os._exit`. The exit code is 0 after draining, even if requests were cut off, and 1 if the engine failed or hangs.
     Raises PortInUseError, after stopping the engine, if `listener` cannot listen on its address.
     """
     stop = stop or asyncio.Event()

@@ -88,10 +88,7 @@ class HttpOptions:
 
 
 class HttpTarget:
-    """OpenAI-compatible server as a target. Call `connect` first and `close` last.
-
-    `salts` is True if the server is known to take a `cache_salt`.
-    """
+    """OpenAI-compatible server. Call `connect` first and `close` last. `salts` means that it takes a `cache_salt`."""
 
     in_process = False
     encode: TextEncoder | None = None

@@ -104,10 +104,7 @@ async def send_workload(
 async def _unless_interrupted(
     running: Awaitable[list[RequestRecord]], ended: Sequence[RequestRecord]
 ) -> tuple[list[RequestRecord], bool]:
-    """Return the records of a load, or those in `ended` if Ctrl-C cancels the task; and True in the second case.
-
-    Raises CancelledError if no request has ended.
-    """
+    """Return the records of a load and False. If Ctrl-C cancels it, return the records in `ended`, if any, and True."""
     try:
         return await running, False
     except asyncio.CancelledError:

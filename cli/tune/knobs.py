@@ -46,10 +46,7 @@ class PeakDemand:
 
 
 def parse_knobs(text: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated list, in the order of KNOBS.
-
-    Raises LlmschedError if a name is unknown or if the list is empty.
-    """
+    """Return the listed knobs in the order of KNOBS. Raises LlmschedError for an unknown name or an empty list."""
     given = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     if unknown := [name for name in given if name not in KNOBS]:
         raise LlmschedError(f"--knobs: {unknown[0]!r} is not a knob; choose from {', '.join(KNOBS)}")

@@ -54,10 +54,7 @@ class Trial:
 
 
 def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
-    """Pool the runs of a setting into a trial.
-
-    The trial is infeasible if a request failed, if no request had any output, or if an SLO was missed.
-    """
+    """Pool the runs of a setting into a trial. Failed requests, no output or a missed SLO make it infeasible."""
     rounds = sum(run.requests > 0 for run in runs)
     broken = next((run.problem for run in runs if run.problem is not None), None)
     longest = max((run.requests for run in runs), default=0)
@@ -176,10 +173,7 @@ class TrialHistory:
         return {trial.setting: trial for trial in feasible if trial.longest == longest}
 
     def best(self) -> Trial | None:
-        """Return the preferred trial among those whose scores are within the noise of the highest.
-
-        Return None if no trial is feasible.
-        """
+        """Return the preferred feasible trial among those whose scores are within the noise of the highest."""
         if self.chosen is not None:
             return self.trial(self.chosen)
         contenders = self.contenders()

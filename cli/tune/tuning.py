@@ -234,10 +234,7 @@ async def _open_largest(
 async def _search(
     outcome: TuneOutcome, config: ResolvedConfig, refused: Refused, runner: RateRunner, progress: Progress
 ) -> None:
-    """Search with a runner whose engine has the settings of `config`, and fill in the outcome.
-
-    `refused` are the token budgets that do not fit into memory.
-    """
+    """Search with a runner whose engine has the settings of `config`, and fill in the outcome."""
     now = asyncio.get_running_loop().time
     began, task = now(), outcome.task
     start = default = _default(task, config)

@@ -104,10 +104,7 @@ def _seconds(
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Return the sum of the values of full-attention layers, and that of sliding-window layers.
-
-    `parts` are (is windowed, value) pairs.
-    """
+    """Return the sum for full-attention layers, and that for sliding windows, of (is windowed, value) pairs."""
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

@@ -105,10 +105,7 @@ def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int])
 def prompt_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
 ) -> list[TokenLogprob]:
-    """Return `pick` of the log-softmax of logits [N, V] of any dtype.
-
-    At most rows_at_once rows are converted to fp32 at a time, which limits memory.
-    """
+    """Return `pick` of the log-softmax of logits [N, V]. At most rows_at_once rows are converted to fp32 at a time."""
     found: list[TokenLogprob] = []
     for low in range(0, len(counts), rows_at_once):
         part = slice(low, low + rows_at_once)

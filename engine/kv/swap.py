@@ -15,10 +15,7 @@ from llmsched.engine.units import human_bytes
 
 
 def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
-    """Return a swap space of `swap_space` bytes (0: none) in host memory.
-
-    Raises ConfigError if `swap_space` is less than one block or more than `free_bytes`.
-    """
+    """Return a swap space of `swap_space` bytes. Raises ConfigError if it is below one block or above `free_bytes`."""
     if 0 < swap_space < block_bytes:
         raise ConfigError(
             "swap_space", f"{human_bytes(swap_space)} is less than a KV block ({human_bytes(block_bytes)}); set more"

@@ -107,10 +107,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens for which the KV blocks have room if all layers keep all tokens.
-
-        With sliding windows, long sequences can have more tokens.
-        """
+        """Number of tokens for which the KV blocks have room. With sliding windows, a long sequence can have more."""
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property

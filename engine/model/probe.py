@@ -69,10 +69,7 @@ def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:
-    """Run the tokens with attention that returns zeros.
-
-    Returns the KV shape of each layer, and the last token's logits in float32.
-    """
+    """Run the tokens with attention that returns zeros. Return the layers' KV shapes and the last token's logits."""
     layers: dict[int, LayerShape] = {}
     with torch.inference_mode():
         output = model(

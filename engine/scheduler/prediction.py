@@ -73,10 +73,7 @@ class OutputPredictor:
         self._sorted: dict[int, list[int]] = {}
 
     def learn(self, request: Request) -> None:
-        """Remember the output length of a finished request.
-
-        A request that was aborted, failed or ignores end-of-sequence tokens is left out.
-        """
+        """Remember the output length of a finished request, unless it was aborted, failed or ignores EOS tokens."""
         ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
         if not ended or request.sampling.ignore_eos:
             return

@@ -122,10 +122,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, Any]) -> list[Message]:
-    """Return the messages in the first of their forms that the template shows to the model completely.
-
-    Raises RequestError if there is no such form.
-    """
+    """Return the first form of the messages that the template shows completely. Raises RequestError without one."""
     if all(message.get("role") in (None, *_PLAIN_ROLES) and _is_plain(message) for message in messages):
         return messages
     problem: RequestError | None = None

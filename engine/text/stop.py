@@ -20,10 +20,7 @@ class StopMatcher:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add a piece of text. Return the text that is certain to be part of the output, and the stop string, if any.
-
-        Do not call `push` again after a match.
-        """
+        """Add text. Return the part that is certain to be output, and the stop string that ends the text, if any."""
         if not self._stops:
             return text, None
         buffer = self.held + text
