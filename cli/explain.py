@@ -178,7 +178,11 @@ def _does_not_fit(details: dict[str, Any]) -> str:
 
 def _preempted(details: dict[str, Any]) -> str:
     cost = render.human_seconds(details["cost_ms"] / 1e3)
-    reason = {"memory": "memory ran out", "class": "a request of higher priority needed its room"}[details["reason"]]
+    reason = {
+        "memory": "memory ran out",
+        "class": "a request of higher priority needed its room",
+        "step_memory": "a step ran out of memory",
+    }[details["reason"]]
     if details["how"] == "swap":
         return f"{reason}; {details['swapped_blocks']} blocks swapped to host memory, about {cost} out and back"
     return f"{reason}; {details['lost_tokens']} tokens to recompute, about {cost}"

@@ -12,7 +12,7 @@ from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import LIMITS, EngineConfig, ResolvedConfig, check_limits
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
-from llmsched.engine.errors import ConfigError, ModelError, setting
+from llmsched.engine.errors import ConfigError, ModelError, is_out_of_memory, setting
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
@@ -35,8 +35,6 @@ RESERVING = frozenset(
     }
 )
 
-#: Words in torch's messages about too little CPU or pinned memory. Torch has no exception type for these errors.
-_OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory")
 #: The knob that limits the memory of KV blocks, by kind of device.
 _FOR_BLOCKS = {"cuda": setting("gpu_memory_utilization"), "cpu": setting("kv_cache_memory_bytes")}
 
@@ -132,13 +130,10 @@ def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
 
     The message says what failed (`doing`), how much memory was planned, and what to do (`remedy`).
     """
-    import torch
-
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not known and not any(word in str(error) for word in _OUT_OF_MEMORY):
+        if not is_out_of_memory(error):
             raise
         parts = {**plan.fixed_parts, "KV": plan.kv_bytes}
         planned = ", ".join(f"{human_bytes(count)} for {part}" for part, count in parts.items())

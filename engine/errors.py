@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 #: Most characters of another library's message that are shown.
 _LINE = 300
+#: Words in messages about too little memory for which torch has no exception type: of the CPU, pinned, or of a library.
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 #: Character around a setting's name in a message. Neither arguments nor paths can contain it.
 _MARK = "\0"
 
@@ -90,6 +92,15 @@ class EngineDeadError(LlmschedError):
 
 class InternalError(LlmschedError):
     """Error for a call that failed inside the engine for a reason that the caller cannot know (HTTP 500)."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an allocation failed, on the device or the host, in Python, torch or a CUDA library."""
+    # By name, because importing torch takes seconds, and the simulated engine does without it.
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"MemoryError", "OutOfMemoryError"}:
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OUT_OF_MEMORY)
 
 
 def one_line(error: BaseException) -> str:

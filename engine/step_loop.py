@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from itertools import count
 from typing import Unpack
 
 from llmsched.engine.config import Limits, ResolvedConfig, check_limits
-from llmsched.engine.errors import ConfigError, QueueFullError, RequestError
+from llmsched.engine.errors import ConfigError, QueueFullError, RequestError, is_out_of_memory, one_line
 from llmsched.engine.executor.base import Executor, StepPlan
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.scheduler.policies import make_scheduler
 from llmsched.engine.scheduler.scheduler import Update
+
+logger = logging.getLogger(__name__)
+
+#: Most attempts at a step that runs out of memory. Each has at most half of the tokens of the one before it.
+MAX_ATTEMPTS = 6
 
 
 class StepLoop:
@@ -76,11 +83,31 @@ class StepLoop:
         return 1.0
 
     def run_step(self) -> tuple[StepPlan, list[Update]]:
-        """Plan a step, compute it and update the scheduler; return the plan and the update of each request."""
-        plan = self.scheduler.schedule()
-        if not plan.rows:
-            raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
-        result = self.executor.execute(plan)
+        """Plan a step, compute it and update the scheduler; return the plan and the update of each request.
+
+        If the step runs out of memory, on the device or the host, plan a smaller one instead (see `Scheduler.abandon`).
+        Raises the error of the last of MAX_ATTEMPTS attempts that ran out of memory, and any other error at once.
+        """
+        for attempt in count(1):
+            plan = self.scheduler.schedule()
+            if not plan.rows:
+                raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
+            try:
+                result = self.executor.execute(plan)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error) or attempt == MAX_ATTEMPTS:
+                    raise
+                preempted = self.scheduler.abandon(plan)
+                logger.warning(
+                    "out of memory in a step of %d tokens of %d requests (%s): steps have at most %d tokens now; "
+                    "%d requests were preempted and will be computed again",
+                    plan.num_tokens,
+                    len(plan.rows),
+                    one_line(error),
+                    self.scheduler.pacer.limit,
+                    preempted,
+                )
         if self.on_step is not None:
             self.on_step(self.scheduler.kv_usage(plan))
         return plan, self.scheduler.update(plan, result)

@@ -84,5 +84,9 @@ class Executor(Protocol):
     """Interface of an object that computes steps. It knows nothing of priorities, queues, text and sockets."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step. An exception stops the engine; an error of a single row is reported in its RowResult."""
+        """Compute one step. An error of a single row is reported in its RowResult.
+
+        After running out of memory (`is_out_of_memory`), at any point, the executor must be able to compute another
+        plan. Any other exception stops the engine.
+        """
         ...

@@ -89,11 +89,13 @@ class HostBlocks:
         computing = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(computing)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            start.record(self._stream)
-            yield
-            end.record(self._stream)
-        computing.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                start.record(self._stream)
+                yield
+                end.record(self._stream)
+        finally:  # the next step must wait even for copies that were queued before an error
+            computing.wait_stream(self._stream)
         self._events.append((start, end))
 
 

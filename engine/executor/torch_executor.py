@@ -77,6 +77,8 @@ class TorchExecutor:
         """Compute one step; see `Executor.execute`. `elapsed` is the wall time until the device has finished."""
         started = time.perf_counter()
         self._sampler.forget(plan.finished)
+        if self._host is not None:
+            self._host.seconds()  # the time of a step that failed is not of this one
         results = [RowResult() for _ in plan.rows]
         with torch.inference_mode():
             # Copy KV blocks in the order that StepPlan states.

@@ -161,6 +161,14 @@ class KVManager:
             table.extend_window(self.pool.allocate(self.layout.window_groups * count))
         return min(end, table.capacity)
 
+    def trim(self, request: Request) -> None:
+        """Release the blocks that the request got from `reach` for a step that was not computed."""
+        table = request.table
+        if self.layout.window_groups:
+            end = table.needed_window_end(self.layout.width(request.num_tokens))
+            if end < table.window_end:
+                self.pool.release(table.trim_window(end))
+
     def commit(self, request: Request) -> None:
         """Make the request's newly filled blocks findable, and release blocks that have left the window."""
         table = request.table

@@ -112,6 +112,14 @@ class BlockTable:
         self.window_start = start
         return blocks[::-1]
 
+    def trim_window(self, end: int) -> list[int]:
+        """Remove the blocks from index `end` on from sliding-window rows and return them, the last one first."""
+        blocks = self.window_blocks(end, self.window_end)
+        self._ids[self.layout.full_groups :, end : self.window_end] = 0
+        self.window_end = end
+        self._set_capacity()
+        return blocks[::-1]
+
     def _set_width(self, width: int) -> None:
         self._width = width
         self.ids: npt.NDArray[np.int32] = self._ids[:, :width]

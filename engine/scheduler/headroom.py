@@ -31,11 +31,17 @@ class HeadroomControl:
 
     def __init__(self, config: EngineConfig, max_running: int) -> None:
         self.headroom = config.headroom
-        self.max_running = self._most_running = max_running
+        self._cap = self._most_running = max_running
+        #: Most requests that a step has tokens for.
+        self.step_limit = max_running
         self._least = config.headroom
         self._most = config.max_headroom
         self._preemptions: deque[int] = deque([0], maxlen=WINDOW)
         self._since_change = 0
+
+    @property
+    def max_running(self) -> int:
+        return min(self._cap, self.step_limit)
 
     def admitted(self) -> bool:
         """Count an admission; return whether the headroom or the cap changed."""
@@ -44,10 +50,10 @@ class HeadroomControl:
         if self._since_change < WINDOW // 2:
             return False
         self._since_change = 0
-        if self._rate >= QUIET_RATE or (self.headroom <= self._least and self.max_running >= self._most_running):
+        if self._rate >= QUIET_RATE or (self.headroom <= self._least and self._cap >= self._most_running):
             return False
         headroom = self.headroom * DECAY
-        cap = min(self._most_running, int(self.max_running * CAP_GROWTH) + 1)
+        cap = min(self._most_running, int(self._cap * CAP_GROWTH) + 1)
         return self._set(headroom if headroom > self._least + NEGLIGIBLE else self._least, cap)
 
     def preempted(self, num_running: int) -> bool:
@@ -56,7 +62,7 @@ class HeadroomControl:
         if sum(self._preemptions) <= THRASH_RATE * WINDOW or self._since_change < WINDOW // 8:
             return False
         self._since_change = 0
-        cap = max(1, int(min(self.max_running, num_running) * CAP_SHRINK))
+        cap = max(1, int(min(self._cap, num_running) * CAP_SHRINK))
         return self._set(min(self._most, max(self.headroom, 0.02) * GROWTH), cap)
 
     @property
@@ -64,15 +70,15 @@ class HeadroomControl:
         return sum(self._preemptions) / len(self._preemptions)
 
     def _set(self, headroom: float, cap: int) -> bool:
-        if (headroom, cap) == (self.headroom, self.max_running):
+        if (headroom, cap) == (self.headroom, self._cap):
             return False
         logger.info(
             "preemption rate %.1f%%: headroom %.1f%% -> %.1f%%, concurrency cap %d -> %d",
             100 * self._rate,
             100 * self.headroom,
             100 * headroom,
-            self.max_running,
+            self._cap,
             cap,
         )
-        self.headroom, self.max_running = headroom, cap
+        self.headroom, self._cap = headroom, cap
         return True

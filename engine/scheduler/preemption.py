@@ -105,7 +105,7 @@ class Preemption:
         self._policy = config.scheduling_policy
         self._memory_by_class = config.priority_step > 0
 
-    def loss(self, request: Request, demand: int | None = None) -> Loss:
+    def loss(self, request: Request, demand: int | None = None, *, may_swap: bool = True) -> Loss:
         """Return the cost of preempting the request.
 
         `demand` is the number of blocks that other requests will take from the pool; it determines how much of the
@@ -114,7 +114,7 @@ class Preemption:
         kept = self._kv.num_kept(request, demand) * self._kv.block_size
         num_tokens = max(0, request.num_computed_tokens - kept)
         recompute = Loss(False, num_tokens * self.costs.prefill_token.per_unit, num_tokens, 0)
-        if self._mode == "recompute":
+        if self._mode == "recompute" or not may_swap:
             return recompute
         num_blocks = self._kv.num_swapped(request)
         swap = Loss(True, 2 * num_blocks * self.costs.block_copy.per_unit, num_tokens, num_blocks)
@@ -122,13 +122,13 @@ class Preemption:
             return recompute
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
-    def decide(self, request: Request, demand: int | None) -> Loss:
+    def decide(self, request: Request, demand: int | None, *, may_swap: bool = True) -> Loss:
         """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
 
         In mode auto, a decision against a copy moves the measured cost of copies towards the assumed cost.
         """
-        loss = self.loss(request, demand)
-        if self._mode == "auto" and not loss.swap and self._kv.swap.num_free:
+        loss = self.loss(request, demand, may_swap=may_swap)
+        if self._mode == "auto" and may_swap and not loss.swap and self._kv.swap.num_free:
             self.costs.block_copy.fade()
         return loss
 

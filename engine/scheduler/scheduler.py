@@ -55,6 +55,7 @@ class Scheduler:
         self.preemption = Preemption(kv, config)
         self._clock = clock
         self._finished: list[str] = []
+        self._has_abandoned = False
         self.configure()
 
     def configure(self, **limits: Unpack[Limits]) -> None:
@@ -125,7 +126,9 @@ class Scheduler:
         """Plan one step: secure memory for running requests, then schedule decodes, partial prefills and admissions."""
         self.expire_pins()
         self.admission.new_step()
-        preempted = self._secure_memory()
+        self.admission.control.step_limit = self.pacer.limit
+        preempted = self._secure_memory() or self._has_abandoned
+        self._has_abandoned = False
         if not preempted and self.admission.is_full and self.waiting:
             first = self.waiting.first
             if (victim := self.preemption.choose_victim_for(first, self.running)) is not None:
@@ -166,7 +169,8 @@ class Scheduler:
         return preempted
 
     def _preempt(self, request: Request, reason: str, demand: int | None = None) -> None:
-        loss = self.preemption.decide(request, demand)
+        # Copying KV to host memory takes device memory, which a step that ran out of it does not have.
+        loss = self.preemption.decide(request, demand, may_swap=reason != "step_memory")
         self.ledger.note(
             request.request_id,
             "preempted",
@@ -229,6 +233,35 @@ class Scheduler:
             if (reason := _reason_to_end(request, token_id)) is not None:
                 self.finish(request, reason)
         return updates
+
+    def abandon(self, plan: StepPlan) -> int:
+        """Undo a plan whose step ran out of memory; return how many running requests were preempted.
+
+        The step may have done any part of its work. It wrote only to blocks that no lookup finds, and most of what it
+        wrote the next step writes again. KV that it was to copy is in doubt: requests that it was to copy KV for are
+        preempted, and KV that it was to save in host memory is dropped. Both are computed again.
+
+        Later steps have at most half of the plan's tokens (see `Pacer.lower`). More requests are preempted until all
+        running ones can decode in such a step. The next step admits no request while any runs.
+        """
+        self._finished[:0] = plan.finished
+        saved = {host for _, host in plan.swap_out}
+        for request in self.waiting:
+            if request.swapped is not None and not saved.isdisjoint(request.swapped.host_blocks):
+                self.kv.swap.discard(request)
+                request.status = RequestStatus.WAITING
+        before = self.counters.num_preemptions
+        copied = {block for _, block in (*plan.copies, *plan.swap_in)}
+        for request in list(self.running):
+            if copied.isdisjoint(request.table.held_blocks()):
+                self.kv.trim(request)
+            else:
+                self._preempt(request, "step_memory")
+        self.pacer.lower(plan.num_tokens)
+        while len(self.running) > self.pacer.limit:
+            self._preempt(self.preemption.choose_victim(self.running), "step_memory")
+        self._has_abandoned = True
+        return self.counters.num_preemptions - before
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a waiting or running request and release its blocks. Do nothing if the request has already finished."""

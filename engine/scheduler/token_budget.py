@@ -18,23 +18,31 @@ logger = logging.getLogger(__name__)
 LEAST_PREFILL = 16
 #: Consecutive steps in which decodes alone are predicted to miss target_itl before one warning is logged.
 WARN_AFTER = 32
+#: Steps after which a budget that was lowered for lack of memory is doubled. The number doubles each time memory runs
+#: out again afterwards, so that a lasting shortage costs ever fewer failed steps.
+RAISE_AFTER = 1024
 
 
 class Pacer:
     """Controller that sizes each step's token budget to meet target_itl, with a step-time model fitted to past steps.
 
     The budget is max_num_batched_tokens if there is no target, if no request decodes, or until the model is trusted.
+    After a step that ran out of memory it is at most `limit`: `lower` halves the limit, and every RAISE_AFTER steps
+    without such a failure double it, up to max_num_batched_tokens.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.model = StepTimeModel()
-        self.step_budget = self._most = config.max_num_batched_tokens
+        self.step_budget = self.limit = self._most = config.max_num_batched_tokens
+        self._raise_after = RAISE_AFTER
+        self._calm_steps = 0
+        self._was_raised = False
         self._target = config.target_itl
         self._misses = 0
 
     def next_budget(self, running: Sequence[Request], num_decodes: int) -> int:
         """Return the most tokens that the next step may compute, if `num_decodes` of the `running` requests decode."""
-        self.step_budget = self._most
+        self.step_budget = self.limit
         if self._target is None or num_decodes == 0 or not self.model.trusted:
             return self.step_budget
         kv_tokens = sum(request.num_tokens for request in running)
@@ -49,13 +57,26 @@ class Pacer:
                     num_decodes,
                     LEAST_PREFILL,
                 )
-        self.step_budget = min(self._most, num_decodes + max(LEAST_PREFILL, prefill))
+        self.step_budget = min(self.limit, num_decodes + max(LEAST_PREFILL, prefill))
         return self.step_budget
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Add a computed plan and its time in seconds to the fit of the step-time model."""
         if self._target is not None:
             self.model.learn(shape_of(plan), seconds)
+        if self.limit < self._most:
+            self._calm_steps += 1
+            if self._calm_steps >= self._raise_after:
+                self._calm_steps, self._was_raised = 0, True
+                self.limit = min(self._most, 2 * self.limit)
+                logger.info("enough memory for %d steps: steps have at most %d tokens", self._raise_after, self.limit)
+
+    def lower(self, num_tokens: int) -> None:
+        """Limit later steps to half of `num_tokens`, the size of a step that ran out of memory."""
+        self.limit = max(1, num_tokens // 2)
+        self._calm_steps = 0
+        if self._was_raised:
+            self._raise_after, self._was_raised = 2 * self._raise_after, False
 
 
 class StepBuilder:

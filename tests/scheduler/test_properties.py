@@ -85,6 +85,7 @@ class SchedulerLife(RuleBasedStateMachine):
             priority_step=7.0,
         )
         self.harness.executor.per_swapped_block = swap[2]
+        self.harness.scheduler.pacer._raise_after = 10  # so that the budget recovers within a run
         #: Under sptf ranks are lengths: it bounds nothing.
         self.witness = None if policy == "sptf" else Witness(self.harness)
 
@@ -155,6 +156,11 @@ class SchedulerLife(RuleBasedStateMachine):
         """The next row of a request fails, if there is one."""
         if self.requests:
             self.harness.executor.failing.add(self.requests[which % len(self.requests)].request_id)
+
+    @rule(parts=st.lists(st.integers(0, 8), min_size=1, max_size=3))
+    def run_out_of_memory(self, parts: list[int]) -> None:
+        """The next attempts at a step run out of memory, after some parts of their work."""
+        self.harness.executor.exhausted += parts
 
     @rule(prefix=st.sampled_from(PREFIXES), length=st.integers(16, 40), ttl=st.sampled_from([None, 5.0]))
     def pin(self, prefix: list[int], length: int, ttl: float | None) -> None:

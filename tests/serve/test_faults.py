@@ -11,11 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from engines import make_engine
 from scripted import LiveServer, ScriptedServer
 from tiny_models import VOCAB_SIZE
 
+from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.service import MAX_BAD_ROWS
+from llmsched.engine.step_loop import MAX_ATTEMPTS
 
 PATH = "/v1/completions"
 SHORT: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}
@@ -213,6 +216,29 @@ def test_statistics_that_fail_cost_no_answer(
     monkeypatch.undo()
     server.engine.check_integrity()
     assert 1 <= caplog.text.count("serving continues without it") <= 3, "each function once"
+
+
+# -- steps that run out of memory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("times", "status", "code"), [(1, 200, 0), (MAX_ATTEMPTS, 503, 1)])
+def test_one_step_without_memory_costs_nothing_and_many_in_succession_end_the_engine(
+    make_server: Callable[..., ScriptedServer], caplog: pytest.LogCaptureFixture, times: int, status: int, code: int
+) -> None:
+    server = make_server()
+    right, left = server.executor.execute, iter(range(times))
+
+    def execute(plan: StepPlan) -> StepResult:
+        if next(left, None) is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(plan)
+
+    server.executor.execute = execute  # type: ignore[method-assign]
+    assert post(server).status_code == status
+    assert health(server)[0] == status
+    assert caplog.text.count("out of memory in a step of") == min(times, MAX_ATTEMPTS - 1)
+    server.drain()
+    assert server.join() == code
 
 
 # -- the end of the engine's thread -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence as ListLike
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ class FakeExecutor:
     """Executor that writes token ids into the KV cache and checks them when it reads them through the block table.
 
     A step takes `elapsed` seconds, and `per_swapped_block` seconds more for each block that is copied from or to
-    `host`. Rows of the requests whose ids are in `failing` fail.
+    `host`. Rows of the requests whose ids are in `failing` fail. For each number in `exhausted`, one step does that
+    many parts of its work (the three kinds of copies, then each row), and runs out of memory.
     """
 
     elapsed = 1.0
@@ -54,15 +56,22 @@ class FakeExecutor:
         self.block_size = block_size
         self.plans: list[StepPlan] = []
         self.failing: set[str] = set()
+        self.exhausted: list[int] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
         assert len({row.sequence.request_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
-        self._move(self.kv, self.host, plan.swap_out)
-        self._copy(plan.copies)
-        self._move(self.host, self.kv, plan.swap_in)
-        for row in plan.rows:
-            self._write(row)
+        parts = [
+            partial(self._move, self.kv, self.host, plan.swap_out),
+            partial(self._copy, plan.copies),
+            partial(self._move, self.host, self.kv, plan.swap_in),
+            *(partial(self._write, row) for row in plan.rows),
+        ]
+        last = self.exhausted.pop() if self.exhausted else None
+        for part in parts[:last]:
+            part()
+        if last is not None:
+            raise MemoryError("told to run out")
+        self.plans.append(plan)
         swapping = self.per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))
         return StepResult([self._read(row) for row in plan.rows], self.elapsed + swapping, swapping)
 
@@ -146,14 +155,29 @@ class Harness:
         return request
 
     def step(self) -> None:
-        ran, preemptions = set(self.scheduler.running), self.scheduler.counters.num_preemptions
-        plan = self.scheduler.schedule()
-        assert plan.rows, "no progress"
-        assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
-        if self.scheduler.counters.num_preemptions > preemptions and ran & set(self.scheduler.running):
-            assert ran >= set(self.scheduler.running), "a step that preempted admits no request"
-        assert plan.num_tokens <= self.scheduler.pacer.step_budget
-        self.scheduler.update(plan, self.executor.execute(plan))
+        """Compute a step, as `StepLoop.run_step` does, but without a bound on attempts."""
+        failed: StepPlan | None = None
+        while True:
+            ran, preemptions = set(self.scheduler.running), self.scheduler.counters.num_preemptions
+            plan = self.scheduler.schedule()
+            assert plan.rows, "no progress"
+            assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
+            preempted = failed is not None or self.scheduler.counters.num_preemptions > preemptions
+            if preempted and ran & set(self.scheduler.running):
+                assert ran >= set(self.scheduler.running), "a step that preempted admits no request"
+            assert plan.num_tokens <= self.scheduler.pacer.step_budget
+            assert failed is None or plan.num_tokens <= max(1, failed.num_tokens // 2)
+            try:
+                result = self.executor.execute(plan)
+                break
+            except MemoryError:
+                failed = plan
+                self.scheduler.abandon(plan)
+                self.scheduler.check_integrity()
+                for request in self.scheduler.running:  # no blocks of windows are left over
+                    width = request.table.layout.width(request.num_tokens)
+                    assert request.table.window_end <= request.table.needed_window_end(width)
+        self.scheduler.update(plan, result)
         self.scheduler.check_integrity()
         self.time += 1.0
 
