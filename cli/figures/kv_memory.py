@@ -23,8 +23,8 @@ DEFINITIONS = {
 class TargetState(NamedTuple):
     """State of a target at `time` in seconds. A value that the target does not report is None.
 
-    KV values are shares of all KV memory: `kv_held` by requests, `kv_empty` the part of it without KV, and `kv_cached`
-    held only by the prefix cache.
+    Requests hold the share `kv_held` of all KV memory. `kv_empty` is the part of that share without KV in it. The
+    prefix cache alone holds the share `kv_cached`.
     """
 
     time: float

@@ -108,8 +108,8 @@ class Vocabulary:
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
         """Return the symbols of all parts, in order.
 
-        A symbol depends only on the seed, its part's family and number, and its position: the generator is
-        counter-based.
+        A symbol depends only on the seed, the family and number of its part, and its position in the part, because the
+        random generator is counter-based.
         """
         families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
         keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)

@@ -84,7 +84,10 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """Names of the settings in SHAPES that differ from their defaults, except what `burstiness` implies."""
+        """Names of the settings in SHAPES that differ from their defaults.
+
+        If `burstiness` is among them, `arrivals` "gamma" is left out, because it follows from `burstiness`.
+        """
         defaults = {f.name: f.default for f in fields(Schedule)}
         changed = [name for name in SHAPES if getattr(self, name) != defaults[name]]
         if "burstiness" in changed and self.arrivals == "gamma":

@@ -64,7 +64,8 @@ def _fit(steps: Sequence[MeasuredStep], knee: float, window: int | None) -> Fit:
 def non_negative(matrix: Array) -> Array:
     """Return the vector x >= 0 that minimises |matrix @ x - 1|.
 
-    The solution is exact: the problem is solved for every subset of the columns, without the condition x >= 0.
+    The solution is exact: the function solves the unconstrained problem for every subset of the columns and returns the
+    best solution without negative numbers.
     """
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     scaled = matrix / scale

@@ -15,7 +15,10 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return how many blocks pins may hold: a `share` of all, or less if the longest request needs the others."""
+    """Return the largest number of blocks that pins may hold: `share` of all blocks, or less.
+
+    The pins must leave `max_request_blocks` blocks, which the longest request needs.
+    """
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 

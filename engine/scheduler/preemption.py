@@ -26,7 +26,7 @@ FADING = 0.02
 
 
 class MeanCost:
-    """Average cost in seconds per unit, in which newer measurements count more; `assumed` before the first one."""
+    """Average cost in seconds per unit, in which newer measurements count more. It begins as the cost `assumed`."""
 
     def __init__(self, assumed: float) -> None:
         self._seconds = self._units = 0.0
