@@ -32,8 +32,8 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
     MODEL may also be a config.json. Weights are not loaded and no GPU is needed: name one with --gpu or
     --gpu-memory. `serve` with the same options allocates exactly these blocks.
 
-    The exit code is 0 if the model and the requests of --users and --context fit, 1 if they do not (the report says
-    what would help), and 2 for bad input.
+    The exit code is 0 if the model and the requests of --users and --context fit, and 2 for bad input. It is 1 if they
+    do not fit (the report says what would help), or if the size of the weights is not known (give --weights-bytes).
 
     \b
     Examples:

@@ -48,7 +48,7 @@ UNREAD = "settings that are not understood and not taken into account"
 
 #: Names of settings that change neither KV nor weights, although they contain a word that suggests it.
 _HARMLESS = re.compile(
-    r"dropout|drop_|norm(?!alize_qk)|_eps|epsilon|initializer|scal|softcap|implementation|rope|rotary|output_|use_cache|"
+    r"dropout|drop_|pdrop|multiplier|temperature|norm(?!alize_qk)|_eps|epsilon|initializer|scal|softcap|implementation|rope|rotary|output_|use_cache|"
     r"cache_implementation|chunk_size_feed|^id2label|^label2id|_token|_id$|_ids$|beam|_return_|nextn|mtp|_act$|"
     r"activation|_coef|routing|router_|(?<!index_)top_?k|^n_group$|group_topk|score|swiglu_limit|float8|fp8|fused|"
     r"kernels$|parallel|pipeline|gradient|recompute|pretraining|reorder|upcast|_fp32|_type$|method|_class$|"

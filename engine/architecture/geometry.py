@@ -56,14 +56,14 @@ _CACHES = re.compile(
 )
 #: Names of settings that change only weights.
 _NOT_CACHED = re.compile(
-    r"^quantization_config$|expert|moe|mlp|ffn|vocab|sparse_step|first_k|q_lora_rank|bidirectional|^num_attention_heads$|_bias$|expand|gate|"
+    r"^quantization_config$|expert|moe|mlp|ffn|vocab|sparse_step|first_k|q_lora_rank|bidirectional|^num_attention_heads|intermediate|dt_rank|mamba_d_ssm|^block_(auto|multiple|ffn|mlp|dim|ff|norm|use|out)|_bias$|expand|gate|"
     r"^share_input|mamba_(proj|hidden|act)|time_step|dense_layers|^hidden_(size|act)"
 )
 #: Settings that change nothing if layers cache latent vectors (MLA), or if the config lists its layers.
 _NOT_IN_MLA = frozenset({"num_key_value_heads", "head_dim", "qk_head_dim", "index_n_heads", "index_topk"})
 _LISTED = frozenset(
     {"full_attention_interval", "sliding_window", "sliding_window_pattern", "max_window_layers", "use_sliding_window"}
-    | {"attn_layer_period", "attn_layer_offset", "block_types", "num_hidden_layers"}
+    | {"attn_layer_period", "attn_layer_offset", "block_types", "num_hidden_layers", "full_attn_idxs"}
 )
 
 
@@ -195,10 +195,11 @@ class LayerReader:
     def layer_names(self) -> list[str]:
         """Return the type of every layer, in order, by its name in config.json ("full_attention", "mamba")."""
         fields = self.fields
-        layers, pattern = fields.get("num_hidden_layers"), fields.get("hybrid_override_pattern")
-        if listed := [_PATTERN.get(letter, letter) for letter in pattern] if pattern else fields.get("layer_types"):
+        layers, listed, name = fields.get("num_hidden_layers"), fields.get("layer_types"), "layer_types"
+        if listed is None and (pattern := fields.get("hybrid_override_pattern")):
+            listed, name = [_PATTERN.get(letter, letter) for letter in pattern], "hybrid_override_pattern"
+        if listed:
             if isinstance(layers, int) and layers != len(listed):
-                name = "hybrid_override_pattern" if pattern else "layer_types"
                 contradiction = f"num_hidden_layers is {layers}, but {name} lists {len(listed)}"
                 if fields.known:
                     raise ModelError(f"config contradicts itself: {contradiction}")
@@ -212,7 +213,7 @@ class LayerReader:
             return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
         if cycle := fields.get("block_types"):
             return [cycle[layer % len(cycle)] for layer in range(layers)]
-        if attention_at := fields.get("attn_layer_indices"):
+        if attention_at := fields.get("attn_layer_indices", "full_attn_idxs"):
             return ["attention" if layer in attention_at else "mamba" for layer in range(layers)]
         if period := fields.get("attn_layer_period"):
             offset = fields.get("attn_layer_offset", default=0)
@@ -262,6 +263,8 @@ class LayerReader:
                 raise ModelError("config has kv_lora_rank (MLA) but no qk_rope_head_dim")
             key = get("qk_nope_head_dim", default=0) + rope
             value, index = get("v_head_dim", default=key), get("index_head_dim", default=0)
+            if self._own("indexer_types", kind, layer) == "shared":  # this layer uses the keys of an earlier one
+                index = 0
             return LayerGroup("mla", 1, 1, latent + rope, expanded=self.heads() * (key + value), index_dim=index)
         kv_heads, head_dim = self.kv_heads(kind, layer), self.head_dim(kind, layer)
         head_dim_v = self._own("v_head_dim", kind, layer) or head_dim

@@ -60,6 +60,8 @@ def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
     for spelling, rewrite in _REWRITES.items():
         if spelling in values:
             values |= rewrite(values, values.pop(spelling))
+    if str(values.get("model_type")).startswith("longcat") and "num_layers" in stated:
+        values["num_hidden_layers"] = 2 * int(values["num_hidden_layers"])  # each layer has two attentions
     if (renamed := _PURE_STATE.get(str(values.get("model_type")))) and "layer_types" not in values:
         values = {renamed.get(name, name): value for name, value in values.items()}
         values["layer_types"] = ["mamba"] * int(values.get("num_hidden_layers", 0))
@@ -128,6 +130,13 @@ def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[st
     }
 
 
+def _from_linear_heads(values: dict[str, Any], heads: Any) -> dict[str, Any]:
+    """Rewrite linear_num_heads, in Kimi Linear as transformers saves it: keys and values have the same heads."""
+    width = values.pop("linear_head_dim")
+    names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+    return dict(zip(names, (heads, heads, width, width), strict=True))
+
+
 def _from_pattern(values: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
     """Rewrite hybrid_layer_pattern of MiMo: 1 for a layer with a window, 0 for one without."""
     return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
@@ -137,5 +146,6 @@ _REWRITES = {
     "block_configs": _from_blocks,
     "ffn_multipliers": _from_multipliers,
     "linear_attn_config": _from_linear_attention,
+    "linear_num_heads": _from_linear_heads,
     "hybrid_layer_pattern": _from_pattern,
 }

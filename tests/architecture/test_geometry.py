@@ -311,6 +311,25 @@ def test_m06_the_indexer_caches_one_key_per_layer() -> None:
     assert any("does not state index_head_dim; 128 is assumed" in note for note in without.notes)
 
 
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 8}
+DELTA = {"linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"num_layers": 2, "index_head_dim": 128, "indexer_types": ["full", "shared"]}, Wanted(2 * (2 * 576 + 128))),
+        ({"model_type": "longcat_flash", "num_layers": 3}, Wanted(2 * 6 * 576)),
+        (
+            DELTA | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+            Wanted(2 * 576, state=4 * 16 * 16 * 4 + 3 * 3 * 4 * 16 * 2),
+        ),
+    ],
+)
+def test_spellings_of_latent_attention(config: dict[str, Any], wanted: Wanted) -> None:
+    assert measured(MLA | config) == wanted
+
+
 @pytest.mark.parametrize("model_type", ["rwkv", "rwkv7"])
 def test_recurrent_models_of_an_unknown_state_are_refused_by_name(model_type: str) -> None:
     with pytest.raises(ModelError, match=f"{model_type} is a recurrent model whose state is not known"):
