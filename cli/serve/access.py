@@ -20,13 +20,15 @@ class Access:
     """Rules for who may send requests. `client` and `admin` are FastAPI dependencies, which run before a body is read.
 
     `loopback` says that only programs of this machine reach the server. Without a key they may all use it, but web
-    pages in a browser of this machine may not: they come with a Host or Origin that is not in `allowed_hosts`.
+    pages in a browser of this machine may not: they come with a Host or Origin that is not in `allowed_hosts`. Pages of
+    `cors_origins` may.
     """
 
     api_key: str | None = None
     admin_api_key: str | None = None
     loopback: bool = True
     allowed_hosts: Collection[str] = ()
+    cors_origins: Collection[str] = ()
 
     async def client(self, request: Request) -> None:
         """Raise ApiError 401 or 403 unless the sender may use the model. The administrator may."""
@@ -59,6 +61,8 @@ class Access:
             return
         for header, prefix in (("host", "//"), ("origin", "")):
             given = request.headers.get(header)
+            if header == "origin" and (given in self.cors_origins or "*" in self.cors_origins):
+                continue
             if given is not None and not self._is_own(prefix + given):
                 raise ApiError(
                     403,

@@ -13,6 +13,7 @@ from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
@@ -21,6 +22,7 @@ from llmsched.cli.serve.generation import Generation, engine_ids
 from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import EventStream, read_body, until_disconnect
 from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
 from llmsched.cli.serve.preparation_turns import SMALL_BYTES, PreparationTurns
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
@@ -34,8 +36,10 @@ from llmsched.cli.serve.protocol import (
     parse,
     priority_of,
 )
+from llmsched.cli.serve.tokenize_routes import tokenize_routes
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.scheduler.ledger import MAX_REQUESTS
 from llmsched.engine.service import AsyncEngine
 
 logger = logging.getLogger(__name__)
@@ -46,13 +50,15 @@ S = TypeVar("S", bound=Schema)
 
 def build_app(
     engine: AsyncEngine, model_name: str, access: Access | None = None, limits: HttpLimits | None = None
-) -> FastAPI:
+) -> ASGIApp:
     """Return the ASGI application that serves `engine`. `access` does not apply to /health and /metrics."""
     access = access or Access()
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine, has_key=access.api_key is not None))
     served = _ServedModel(engine, model_name, limits or HttpLimits())
-    app.include_router(_model_routes(engine, served), dependencies=[Depends(access.client)])
+    counting = tokenize_routes(engine.core, served.turns, served.read, served.check_model)
+    for router in (_model_routes(engine, served), counting):
+        app.include_router(router, dependencies=[Depends(access.client)])
     administrative = prefix_cache_routes(engine, served.preparer, served.read, served.check_model)
     app.include_router(administrative, dependencies=[Depends(access.admin)])
 
@@ -75,7 +81,7 @@ def build_app(
         """Return an answer with status 499. It reaches no client, because the client has disconnected."""
         return Response(status_code=499)
 
-    return app
+    return with_cors(app, access.cors_origins) if access.cors_origins else app
 
 
 def _open_routes(engine: AsyncEngine, *, has_key: bool) -> APIRouter:
@@ -123,7 +129,8 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str) -> Response:
-        names = [request_id, *engine_ids(request_id, served.limits.max_choices)]
+        name = served.generation_ids.get(request_id, request_id)
+        names = [name, *engine_ids(name, served.limits.max_choices)]
         timelines, *of_prompts = await engine.call(lambda core: [core.explain(name) for name in names])
         if not timelines:  # a request of several prompts: number the choices as in its answer
             n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
@@ -139,7 +146,7 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
                 param="request_id",
                 code="request_not_found",
             )
-        return json_response({"id": request_id, "choices": [timeline_body(timeline) for timeline in timelines]})
+        return json_response({"id": name, "choices": [timeline_body(timeline) for timeline in timelines]})
 
     return router
 
@@ -154,7 +161,9 @@ class _ServedModel:
         self._model_name = model_name
         self._writer = TokenWriter(engine.core.tokenizer)
         self._created = int(time.time())
-        self._turns = PreparationTurns()
+        self.turns = PreparationTurns()
+        #: Ids of answers by the X-Request-Id of their requests, as many as the engine remembers requests.
+        self.generation_ids: dict[str, str] = {}
 
     def card(self) -> dict[str, Any]:
         return {
@@ -184,7 +193,7 @@ class _ServedModel:
             yield parse(schema, body, self.limits.max_choices, max_values)
 
         small = len(body) <= SMALL_BYTES
-        (request,) = parsed() if small else await self._turns.collect(parsed(), len(body))
+        (request,) = parsed() if small else await self.turns.collect(parsed(), len(body))
         return request, len(body)
 
     async def answer(
@@ -204,16 +213,24 @@ class _ServedModel:
 
             async def work() -> Response:
                 self._engine.check_queue()
-                prompts = await self._turns.collect(prepare(request), body_bytes)
+                prompts = await self.turns.collect(prepare(request), body_bytes)
                 choice_format = make_format(request, prompts, self._writer)
-                generation = Generation(self._engine, choice_format, self._model_name, priority)
+                request_id = http.state.request_id
+                generation = Generation(self._engine, choice_format, self._model_name, priority, request_id)
+                self._remember(request_id, generation.id)
                 if request.stream:
-                    return EventStream(generation.events(), generation.abort)
+                    return EventStream(generation.events(), generation.abort, self.limits.sse_keep_alive)
                 return json_response(await generation.whole())
 
             return await until_disconnect(http.receive, work())
         except (LlmschedError, ClientDisconnect):
             raise
         except Exception as error:
-            logger.exception("%s failed", http.url.path)
+            logger.exception("%s failed (X-Request-Id %s)", http.url.path, http.state.request_id)
             return api_error(error).response()
+
+    def _remember(self, request_id: str, generation_id: str) -> None:
+        self.generation_ids.pop(request_id, None)
+        self.generation_ids[request_id] = generation_id
+        if len(self.generation_ids) > MAX_REQUESTS:
+            del self.generation_ids[next(iter(self.generation_ids))]

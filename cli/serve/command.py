@@ -52,6 +52,14 @@ def serve(
             "--api-key accepts besides localhost, for example that of a proxy; * accepts all. Repeatable.",
         ),
     ] = None,
+    cors_origins: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORIGIN,...",
+            help="Origins of web pages that may call the server from a browser (CORS), such as "
+            "https://chat.example,http://localhost:3000; * allows all.",
+        ),
+    ] = None,
     show_prompt_text: Annotated[
         bool,
         typer.Option(
@@ -118,6 +126,7 @@ def serve(
     from llmsched.cli.serve.access import Access, checked_key, is_loopback
     from llmsched.cli.serve.detached_output import detached_output
     from llmsched.cli.serve.lifecycle import listen
+    from llmsched.cli.serve.middleware import read_origins
     from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
 
@@ -125,6 +134,7 @@ def serve(
     if served_model_name == "":
         raise ConfigError("served_model_name", "is empty; give a name, or leave the option out for the model's own")
     check_prefix(metrics_prefix)
+    origins = read_origins(cors_origins)
     config = with_profile(engine_options, profile).config(resolve_model(model))
     for warning in profile_warnings(profile, config) if profile else ():
         render.warn(warning)
@@ -148,7 +158,8 @@ def serve(
         engine.prefixes.changes.quote_prompts = show_prompt_text
         pin_prefixes(engine, prefixes)
         name = served_model_name or engine.model.name
-        access = Access(api_key, admin_api_key, is_loopback(listener), frozenset(allowed_host or ()) | {host})
+        hosts = frozenset(allowed_host or ()) | {host}
+        access = Access(api_key, admin_api_key, is_loopback(listener), hosts, origins)
         # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
         gc.collect()
         gc.freeze()

@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 
 from llmsched.cli.serve.api_errors import ApiError
 from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.middleware import REQUEST_ID, RequestIds, new_id
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**given)
         self._pool = pool
         self._limits = pool.limits
-        self._app, self.app = self.app, self._answer
+        self._app, self.app = self.app, RequestIds(self._answer)
         self._deadline: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._in_head = self._in_body = False
@@ -308,6 +309,7 @@ class Connection(HttpToolsProtocol):
             head = {
                 "Content-Type": "application/json",
                 "Content-Length": len(body),
+                REQUEST_ID: new_id(),
                 **error.headers,
                 "Connection": "close",
             }

@@ -31,8 +31,16 @@ class Generation:
     EngineDeadError. If the answer fails or is cancelled, `whole` and `events` abort the prompts that are still running.
     """
 
-    def __init__(self, engine: AsyncEngine, choice_format: ChoiceFormat, model_name: str, priority: int = 0) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        choice_format: ChoiceFormat,
+        model_name: str,
+        priority: int = 0,
+        http_request_id: str = "",
+    ) -> None:
         self.id = f"{choice_format.id_prefix}-{uuid.uuid4().hex}"
+        self._http_request_id = http_request_id
         self._format = choice_format
         self._head = {"created": int(time.time()), "model": model_name}
         #: The latest output of each choice, by prompt index and choice index.
@@ -88,7 +96,7 @@ class Generation:
         except Exception as error:
             known = api_error(error)
             if known.code == "internal_error":
-                logger.exception("request %s failed", self.id)
+                logger.exception("request %s (X-Request-Id %s) failed", self.id, self._http_request_id)
             yield event(known.body())
         finally:
             self.abort()

@@ -17,6 +17,8 @@ from llmsched.cli.serve.api_errors import ApiError
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+#: Line of an event stream that clients ignore.
+_COMMENT = b": waiting\n\n"
 
 #: Some clients end a line of an event stream at these characters, so the JSON must escape them.
 _LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")}
@@ -51,15 +53,22 @@ def event(content: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Response that streams events. It calls `close` when the stream ends or fails, or the client disconnects."""
+    """Response that streams events. It calls `close` when the stream ends or fails, or the client disconnects.
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+    A stream without an event for `keep_alive_s` sends a comment, so that proxies do not take it for dead; 0 sends none.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], keep_alive_s: float = 0.0
+    ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._keep_alive_s = keep_alive_s
+        self._is_silent = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -71,10 +80,22 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events) as events:
-            async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        comments = asyncio.ensure_future(self._send_comments(send))
+        try:
+            async with aclosing(self._events) as events:
+                async for chunk in events:
+                    self._is_silent = False
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            await _cancel(comments)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_comments(self, send: Send) -> None:
+        while self._keep_alive_s:
+            self._is_silent = True
+            await asyncio.sleep(self._keep_alive_s)
+            if self._is_silent:
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

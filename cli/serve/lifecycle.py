@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from llmsched.cli.serve.connections import ConnectionPool
 from llmsched.cli.serve.limits import HttpLimits
@@ -104,7 +104,7 @@ class _Server(uvicorn.Server):
 
 
 async def run(
-    app: FastAPI,
+    app: ASGIApp,
     engine: AsyncEngine,
     listener: socket.socket,
     *,

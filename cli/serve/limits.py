@@ -51,6 +51,14 @@ class HttpLimits:
             show_default="75s",
         ),
     ] = 75.0
+    sse_keep_alive: Annotated[
+        float,
+        duration_option(
+            "Time without an event after which a stream sends a comment line, so that proxies keep it open; 0s sends "
+            "none.",
+            show_default="15s",
+        ),
+    ] = 15.0
     max_body_size: Annotated[
         int,
         typer.Option(parser=typed(size), metavar="SIZE", show_default="8MiB", help="Largest body of a request."),

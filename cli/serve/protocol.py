@@ -140,8 +140,6 @@ class GenerationRequest(Schema):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
-    #: Special tokens in texts of the client become these tokens. Default: true for prompts, false for messages.
-    parse_special: bool | None = None
 
     # Accepted and ignored: OpenAI's bookkeeping fields and cache hints.
     user: Any = None
@@ -174,6 +172,8 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     #: Accepted only if it equals n, because then it changes nothing.
     best_of: Int | None = None
+    #: Special tokens in a prompt become these tokens. Default: true.
+    parse_special: bool | None = None
 
 
 #: Fields in which some clients put a part of a message that this server would not show to the model.
@@ -238,7 +238,27 @@ class Message(ChatData):
         return value
 
 
-class ChatRequest(GenerationRequest):
+class TemplateOptions(Schema):
+    """Fields that say how messages become a prompt."""
+
+    #: Special tokens in messages become these tokens. Default: false.
+    parse_special: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of render_chat besides the messages. Raises RequestError if one is given twice."""
+        names = ("add_generation_prompt", "continue_final_message", "parse_special")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        options = self.chat_template_kwargs or {}
+        for name in given.keys() & options.keys():
+            if given[name] != options[name]:
+                raise RequestError(name, f"{name} and chat_template_kwargs.{name} differ; give one of them")
+        return {**options, **given}
+
+
+class ChatRequest(TemplateOptions, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {
@@ -259,19 +279,6 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of render_chat besides the messages. Raises RequestError if one is given twice."""
-        names = ("add_generation_prompt", "continue_final_message", "parse_special")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        options = self.chat_template_kwargs or {}
-        for name in given.keys() & options.keys():
-            if given[name] != options[name]:
-                raise RequestError(name, f"{name} and chat_template_kwargs.{name} differ; give one of them")
-        return {**options, **given}
 
 
 class PrefixRequest(Schema):

@@ -84,7 +84,7 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
         assert httpx.get(f"{url}/v1/prefixes", headers=headers).status_code == 401
         headers = {"Authorization": "Bearer a"}
         assert len(httpx.get(f"{url}/v1/prefixes", headers=headers).json()["data"]) == 2
-        assert "vllm:generation_tokens_total{model_name=" in httpx.get(f"{url}/metrics").text
+        assert 'vllm:generation_tokens_total{model_name="tiny"}' in httpx.get(f"{url}/metrics").text
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 0
 
@@ -151,6 +151,7 @@ def test_a_full_stdout_ends_with_one_line_before_anything_is_loaded(tmp_path: Pa
         (("--max-connections", "1000000000"), "--max-connections: 1000000000 connections need"),
         (("--header-timeout", "0s"), "--header-timeout: 0 is out of range"),
         (("--max-body-size", "8"), "needs a unit"),
+        (("--cors-origins", "https://a.example/"), "--cors-origins: 'https://a.example/' is not an origin"),
         (("--metrics-prefix", "a-b"), "'a-b' is not a metric prefix"),
         (("--profile", "no-such-profile"), "no-such-profile"),
         (("--grace-period", "30"), "'30' needs a unit"),
