@@ -25,6 +25,7 @@ import torch
 
 from llmsched.engine.executor.batch import to_device
 from llmsched.engine.executor.rng import UInt64, hashed
+from llmsched.engine.memory.activations import SORTED_BYTES
 
 #: Number of best tokens that are sorted first for top_p, and the factor by which this number grows for rows that need
 #: more. On a CPU, sorting a whole vocabulary takes longer than a forward pass of a small model.
@@ -95,8 +96,11 @@ def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: in
     if look < width:
         larger = ((limit > look) & (running[:, -1] < wanted)).nonzero()[:, 0]
         if len(larger):
-            wider = scores[larger]
-            cut(wider, top_k[larger], top_p[larger], look * CANDIDATES_GROWTH)
+            wider, look_further = scores[larger], look * CANDIDATES_GROWTH
+            step = max(1, SORTED_BYTES // (4 * min(look_further, width)))
+            for low in range(0, len(larger), step):
+                rows = larger[low : low + step]
+                cut(wider[low : low + step], top_k[rows], top_p[rows], look_further)
     kept = ((running - weights < wanted[:, None]) & (ranks < limit[:, None])).sum(dim=1).clamp(min=1)
     drop_beyond(scores, kept, best.gather(1, kept[:, None] - 1))
     if look < width and len(larger):

@@ -6,7 +6,8 @@ A step runs MLPs, attention and the sampler one after the other, so the peak in 
                (residual, its normalised copy, two vectors of attention; gate, up and their product; rotary tables)
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
                + context x bytes per token of the keys and values that one layer gathers for one sequence
-    sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 32 MiB)
+    sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 8 MiB)
+               + 6 x what sequences x vocab x 4 has above 8 MiB, up to 32 MiB
 
 `dtype` is the size of one number in bytes. A CPU without bfloat16 instructions computes products of 16-bit numbers in
 fp32 and then rounds them, so the MLP needs tokens x inner x 2 bytes more. The attention term applies only to CPUs,
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 #: Limit on the bytes of one fp32 copy of logits. It limits how many rows are sampled at a time.
 LOGITS_BYTES = 32 << 20
 
-#: Number of fp32 copies of these logits at the peak, when top-p must sort every row in full (measured 13.3 to 17.3).
-SAMPLER_COPIES = 18
+#: Limit on the bytes of the fp32 logits that top-p sorts at one time.
+SORTED_BYTES = 8 << 20
+
+#: Number of fp32 copies at the peak, when every row must be sorted in full: of the logits that are sorted at one time
+#: (measured 13.3 to 17.3), and of the others (measured 5.2).
+SORTED_COPIES, WAITING_COPIES = 18, 6
 
 #: Number of queries for which the CPU kernel holds a mask, and scores if needed, at one time.
 CHUNK_TILE = 128
@@ -50,17 +55,24 @@ def activation_bytes(
     `dtype_bytes` is the size of one number in weights and activations. `float32_products` is True if the device
     computes products of 16-bit numbers in fp32.
     """
-    head_dim = max(group.head_dim_k for group in shape.geometry.groups)
-    mlp = num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
+    mlp = mlp_bytes(shape, num_tokens, dtype_bytes)
     if float32_products:
         mlp += num_tokens * shape.inner_size * (_FLOAT32 - dtype_bytes)
     logits = num_seqs * shape.vocab_size
-    sampler = logits * dtype_bytes + SAMPLER_COPIES * min(_FLOAT32 * logits, LOGITS_BYTES)
+    at_once = min(_FLOAT32 * logits, LOGITS_BYTES)
+    sorted_at_once = min(at_once, SORTED_BYTES)
+    sampler = logits * dtype_bytes + SORTED_COPIES * sorted_at_once + WAITING_COPIES * (at_once - sorted_at_once)
     if kind == "cuda":
         return max(mlp, sampler)
     groups = [group for group in shape.geometry.groups if group.kind != "state"]
     attention = (_attention_bytes(shape, group, num_tokens, dtype_bytes, context) for group in groups)
     return max(mlp, sampler, *attention)
+
+
+def mlp_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
+    """Return the peak bytes of one layer's MLP for `num_tokens` tokens."""
+    head_dim = max(group.head_dim_k for group in shape.geometry.groups)
+    return num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
 
 
 def _attention_bytes(shape: ModelShape, group: LayerGroup, num_tokens: int, dtype_bytes: int, context: int) -> int:

@@ -40,6 +40,7 @@ from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.vllm_profile import VllmProfile
 from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.model.source import cached_config, fetch_config, locate
 from llmsched.engine.progress import Progress, silent
@@ -74,12 +75,14 @@ def plan_memory(
     *,
     dtype_bytes: int,
     kv_dtype_bytes: int | None = None,
+    profile: VllmProfile | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a model on a device. If the model does not fit, the plan's `problem` says why.
 
     The number of blocks is num_gpu_blocks_override if that is set. Otherwise the blocks fill kv_cache_memory_bytes if
     that is set, or else the memory that the budget leaves. If max_model_len is not set, the plan uses the model's
-    limit, or the longest sequence that fits if that is shorter.
+    limit, or the longest sequence that fits if that is shorter. With `profile`, the memory besides weights and KV is
+    that of vLLM on a GPU.
 
     Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model without any cache.
     """
@@ -93,11 +96,14 @@ def plan_memory(
         raise ModelError("the model has neither attention layers nor a recurrent state that is known")
     kv_bytes = kv_dtype_bytes or dtype_bytes
     plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
-    if device.kind == "cpu" and config.max_model_len is None:
+    if profile is not None and device.kind == "cuda":
+        activations = profile.activation_bytes(shape, plan.max_num_batched_tokens, config.max_num_seqs, dtype_bytes)
+        plan = replace(plan, activation_bytes=activations, context_bytes=profile.library_bytes)
+    elif device.kind == "cpu" and config.max_model_len is None:
         # On a CPU, attention needs memory in proportion to the context, and that leaves less for KV. No context can be
         # longer than that of the first plan, so a second plan for this context reserves enough.
-        plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, plan.max_model_len)
-    return plan
+        plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, _with_kv(plan, config).max_model_len)
+    return _with_kv(plan, config)
 
 
 def _plan_for_context(
@@ -106,7 +112,7 @@ def _plan_for_context(
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
-    plan = MemoryPlan(
+    return MemoryPlan(
         device=device,
         utilisation=config.gpu_memory_utilization,
         budget_bytes=min(share, device.free),
@@ -140,7 +146,6 @@ def _plan_for_context(
         confidence="exact" if geometry.confidence == "exact" and shape.exact else "estimate",
         notes=(*geometry.notes, *shape.weights.notes, *shape.notes),
     )
-    return _with_kv(plan, config)
 
 
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
@@ -188,7 +193,8 @@ class ModelPlanner:
     """Planner of one model's memory, for any settings and devices. `content` is the model's config.json.
 
     The size of the weights is `given`, or else read from the weight files in `directory`, or else counted from the
-    config. `name` is the model's name, which may say that its weights are quantised.
+    config. `name` is the model's name, which may say that its weights are quantised. `origin` says where `content` was
+    read, for reports. With `profile`, plans on GPUs are vLLM's.
     """
 
     content: Mapping[str, Any]
@@ -197,6 +203,7 @@ class ModelPlanner:
     cache: ConfigCache | None = None
     name: str = ""
     origin: str = ""
+    profile: VllmProfile | None = None
     _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -213,6 +220,7 @@ class ModelPlanner:
             device,
             dtype_bytes=DTYPE_BYTES[self.dtype(config, device)],
             kv_dtype_bytes=DTYPE_BYTES[self.kv_dtype(config, device)],
+            profile=self.profile,
         )
 
     def resolve(self, config: EngineConfig, device: DeviceMemory) -> tuple[ResolvedConfig, MemoryPlan]:

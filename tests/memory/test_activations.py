@@ -44,8 +44,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("hidden", "inner", "vocab", "num_tokens", "num_seqs", "tightness"),
-    [(256, 704, 500, 512, 4, 0.98), (64, 96, 20000, 32, 16, 0.7)],
-    ids=["layers", "sampler"],
+    [(256, 704, 500, 512, 4, 0.98), (64, 96, 20000, 32, 16, 0.7), (32, 48, 49152, 64, 64, 0.7)],
+    ids=["layers", "sampler", "sampler of many rows"],
 )
 def test_steps_stay_within_the_plan_and_near_it(
     dtype: torch.dtype, hidden: int, inner: int, vocab: int, num_tokens: int, num_seqs: int, tightness: float

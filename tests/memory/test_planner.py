@@ -19,7 +19,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, Holder
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.memory.activations import LOGITS_BYTES, activation_bytes
+from llmsched.engine.memory.activations import LOGITS_BYTES, SORTED_BYTES, activation_bytes
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.planner import CONTEXT_BYTES, ModelPlanner, plan_memory, token_budget
 
@@ -216,7 +216,9 @@ def test_activations_follow_the_larger_of_layers_and_sampler() -> None:
     model = shape()
     assert activation_bytes(model, 65536, 1, 2) == 65536 * (4 * 4096 + 3 * 14336 + 2 * 128) * 2
     assert activation_bytes(model, 1, 4, 2) == 4 * 128256 * (2 + 18 * 4)
-    assert activation_bytes(model, 1, 1024, 2) == 1024 * 128256 * 2 + 18 * LOGITS_BYTES
+    assert activation_bytes(model, 1, 1024, 2) == 1024 * 128256 * 2 + 18 * SORTED_BYTES + 6 * (
+        LOGITS_BYTES - SORTED_BYTES
+    )
 
 
 # Layers that are not full attention.
