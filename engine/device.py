@@ -14,7 +14,8 @@ from llmsched.profiles.gpus import GpuSpec
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
-_BF16_MAJOR = 8  # compute capability of Ampere, the first with bfloat16 tensor cores
+#: Lowest compute capabilities with bfloat16 (Ampere) and fp8 (Ada) tensor cores.
+_BF16, _FP8 = (8, 0), (8, 9)
 #: CPU flags for bfloat16 products in hardware: x86 AVX-512 and AMX, Arm.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -34,7 +35,7 @@ class DeviceMemory:
 
     On a CPU, `used_by_others` is the memory that is not available without swapping. `holders` lists the other programs
     if the driver names them. `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto"
-    means bfloat16.
+    means bfloat16. `computes_fp8` is True for a GPU that multiplies fp8 in hardware; on a CPU it has no meaning.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -43,6 +44,7 @@ class DeviceMemory:
     used_by_others: int = 0
     holders: tuple[Holder, ...] = ()
     computes_bf16: bool = True
+    computes_fp8: bool = True
 
     @property
     def free(self) -> int:
@@ -67,7 +69,7 @@ def computes_bf16(device: str) -> bool:
     if device == "cuda":
         import torch
 
-        return torch.cuda.get_device_capability()[0] >= _BF16_MAJOR
+        return torch.cuda.get_device_capability() >= _BF16
     for line in _read(_CPUINFO).splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -88,7 +90,8 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:
     """Return the memory of a GPU from profiles/gpus.toml. Other programs use none of this memory."""
-    return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0)
+    fp8 = gpu.fp8_flops > 0
+    return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0, computes_fp8=fp8)
 
 
 def gpu_memory() -> DeviceMemory | None:
@@ -109,8 +112,8 @@ def gpu_memory() -> DeviceMemory | None:
         own = next((holder.used for holder in holders if holder.pid == os.getpid()), 0)
         others = tuple(holder for holder in holders if holder.pid != os.getpid())
         name = nvml.nvmlDeviceGetName(handle)
-        bf16 = nvml.nvmlDeviceGetCudaComputeCapability(handle)[0] >= _BF16_MAJOR
-        return DeviceMemory("cuda", name, total, max(0, used - own), others, bf16)
+        capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+        return DeviceMemory("cuda", name, total, max(0, used - own), others, capability >= _BF16, capability >= _FP8)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class ConfigCache:
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
         self._content = content
-        self._directory = directory
+        self.directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
         """Return the value cached under `name`, or else cache and return the result of `ask`, which is plain JSON."""
@@ -81,7 +81,7 @@ class ConfigCache:
     def _path(self) -> Path:
         versions = [_CACHE_FORMAT, version("llmsched"), version("transformers")]
         digest = hashlib.sha256(json.dumps([versions, self._content], sort_keys=True, default=str).encode())
-        return self._directory / f"{digest.hexdigest()[:32]}.json"
+        return self.directory / f"{digest.hexdigest()[:32]}.json"
 
     @cached_property
     def _answers(self) -> dict[str, Any]:

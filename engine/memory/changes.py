@@ -20,6 +20,15 @@ from llmsched.engine.units import human_bytes
 STEP_SIZES = tuple(1 << power for power in range(8, 15))
 _MIB = 1 << 20
 
+_NOT_SERVED = "llmsched serve does not run this yet, vLLM and SGLang do"
+#: What the fewest bits cost, and the settings for it, the most bits first.
+_FEWEST_BITS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("KV is rounded to 8 bits", {"kv_cache_dtype": "fp8"}),
+    ("weights and KV are rounded to 8 bits", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ("weights are rounded to 4 bits", {"quantization": "awq"}),
+    ("weights are rounded to 4 bits and KV to 8 bits", {"quantization": "awq", "kv_cache_dtype": "fp8"}),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
@@ -64,8 +73,8 @@ class MemoryDemand:
 class Change:
     """Change that makes a demand fit: `what` to do, its `cost`, and the resulting `plan`.
 
-    `settings` are the changed fields of EngineConfig, or `gpu` for other hardware. `servable` is False if this engine
-    can plan the changed settings but cannot serve with them.
+    `settings` are the changed fields of EngineConfig, `quantization` for the format of the weights, or `gpu` for other
+    hardware. `servable` is False if this engine can plan the changed settings but cannot serve with them.
     """
 
     what: str
@@ -85,23 +94,22 @@ def changes(
     """Return the changes that would make `demand` fit, the cheapest first.
 
     Changes that cost only memory margin or prefill speed come first, then narrower dtypes, then both combined. Next
-    come a context of at least half the length, the smallest GPU of `gpus` (name, memory) that suffices, and several
-    devices. Fewer users at the same time and a context of less than half the length come last.
+    come a shorter context and fewer users at the same time, the smallest GPU of `gpus` (name, memory) that suffices,
+    and several devices. A context or a number of users below half the demand comes last.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.narrower_types()]
     if not found:
         found += search.all_settings()
-    shorter, wanted = search.shorter_context(), demand.length(search.plan)
-    near = [change for change in shorter if 2 * change.plan.max_model_len >= wanted]
-    found += [*near, *search.another_gpu(gpus)]
+    less, wanted, fitting = search.shorter_context(), demand.length(search.plan), demand.num_fitting(search.plan)
+    near = [change for change in less if 2 * change.plan.max_model_len >= wanted]
+    replicas = []
     if (count := demand.num_replicas(search.plan) or 1) > 1:
-        fitting = demand.num_fitting(search.plan)
-        found += [
-            Change(f"run {count} of {device.name}", f"{count} times the hardware", search.plan),
-            Change(f"let {fitting} run at the same time", "the others wait", search.plan, {"max_num_seqs": fitting}),
-        ]
-    return found + [change for change in shorter if change not in near]
+        fewer = Change(f"let {fitting} run at the same time", "the others wait", search.plan, {"max_num_seqs": fitting})
+        replicas = [Change(f"run {count} of {device.name}", f"{count} times the hardware", search.plan)]
+        less.append(fewer)
+        near += [fewer] if 2 * fitting >= demand.users else []
+    return [*found, *near, *search.another_gpu(gpus), *replicas, *(change for change in less if change not in near)]
 
 
 class _Search:
@@ -153,9 +161,11 @@ class _Search:
             found += self._try("set", "KV is rounded to 16 bits", kv_cache_dtype=self.half)
         if self.is_wide:
             found += self._try("set", "weights and KV are rounded to 16 bits", dtype=self.half)
-        if kv_bytes > 1:
-            cost = "KV is rounded to 8 bits; this engine does not serve it, vLLM and SGLang do"
-            found += self._try("set", cost, servable=False, kv_cache_dtype="fp8")
+        for cost, settings in _FEWEST_BITS:
+            if (kv_bytes > 1 or "quantization" in settings) and (
+                narrow := self._try("set", f"{cost}; {_NOT_SERVED}", servable=False, **settings)
+            ):
+                return found + narrow
         return found
 
     def all_settings(self) -> list[Change]:
@@ -171,7 +181,7 @@ class _Search:
             settings[name] = value
             if found := self._try("set", cost, **settings):
                 return found
-        cost += "; fp8 KV is not served here"
+        cost += f"; {_NOT_SERVED}"
         return self._try("set", cost, servable=False, **settings, kv_cache_dtype="fp8")
 
     def shorter_context(self) -> list[Change]:
@@ -199,11 +209,22 @@ class _Search:
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
         """Return the change to `settings`, if it suffices. Its description begins with `verb`, such as "raise"."""
-        plan = self.planner.plan(replace(self.config, **settings), self.device)
-        if not self.demand.met_by(plan):
+        knobs = {name: value for name, value in settings.items() if name != "quantization"}
+        planner = self._quantised(settings.get("quantization"))
+        plan = None if planner is None else planner.plan(replace(self.config, **knobs), self.device)
+        if plan is None or not self.demand.met_by(plan):
             return []
         what = " and ".join(f"{setting(name)} to {_shown(name, value)}" for name, value in settings.items())
         return [Change(f"{verb} {what}", cost, plan, settings, servable)]
+
+    def _quantised(self, quantization: str | None) -> ModelPlanner | None:
+        """Return the planner of the model in this format, or None if the model or the device does not allow it."""
+        if quantization is None:
+            return self.planner
+        known = self.planner.given is not None or self.planner.content.get("quantization_config")
+        if known or self.device.kind == "cpu" or (quantization == "fp8" and not self.device.computes_fp8):
+            return None
+        return self.planner.quantised(quantization)
 
 
 def _shown(name: str, value: Any) -> str:

@@ -223,6 +223,15 @@ class ModelPlanner:
             profile=self.profile,
         )
 
+    def quantised(self, name: str) -> ModelPlanner:
+        """Return the planner of a checkpoint of the same model in the format `name`, one of QUANTIZATIONS.
+
+        Weight files are ignored. Raises ConfigError if the format is unknown or the checkpoint is already quantised.
+        """
+        content = quantised_config(self.content, name)
+        cache = self.cache and ConfigCache(content, self.cache.directory)
+        return replace(self, content=content, directory=None, cache=cache, _shapes={})
+
     def resolve(self, config: EngineConfig, device: DeviceMemory) -> tuple[ResolvedConfig, MemoryPlan]:
         """Return the resolved settings and the memory plan. Raises ConfigError if the model does not fit."""
         plan = self.plan(config, device)
@@ -273,11 +282,10 @@ def open_planner(
     model that cannot be read, and ConfigError if the quantization is unknown or does not apply.
     """
     content, directory, origin = _read_model(spec, progress)
-    if quantization is not None:
-        content, directory = quantised_config(content, quantization), None
     name = "" if spec.endswith(".gguf") else model_name(spec)
     cache = ConfigCache(content, cache_directory() / "configs")
-    return ModelPlanner(content, directory, weights, cache, name, origin)
+    planner = ModelPlanner(content, directory, weights, cache, name, origin)
+    return planner if quantization is None else planner.quantised(quantization)
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None, str]:

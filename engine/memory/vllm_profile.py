@@ -1,6 +1,6 @@
 """Memory that vLLM sets aside when it starts, besides weights and KV, for plans of `kv-budget --emit vllm`.
 
-vLLM computes one step of max_num_batched_tokens tokens, samples max_num_seqs full rows of logits, and reserves the peak:
+vLLM computes a step of max_num_batched_tokens tokens, samples max_num_seqs full rows of logits, and reserves the peak:
 
     max(MLP as in activations.py, sampler_copies x sequences x vocab x 4 bytes) + what libraries hold outside torch
 
