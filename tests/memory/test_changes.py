@@ -62,9 +62,11 @@ def check(found: list[Change], device: DeviceMemory, users: int, context: int, *
     for change in found:
         if change.settings.keys() & {"gpu", "max_num_seqs"} or not change.settings:
             continue
-        made = replace(config, **change.settings)
+        made, weights = dict(change.settings), change.settings.get("quantization")
+        made.pop("quantization", None)
+        planner = PLANNER.quantised(weights) if weights else PLANNER
         wanted = replace(demand, context=min(context, change.plan.max_model_len))
-        assert wanted.met_by(PLANNER.plan(made, device)), change.what
+        assert wanted.met_by(planner.plan(replace(config, **made), device)), change.what
 
 
 def test_a_demand_that_is_met() -> None:
@@ -109,19 +111,34 @@ def test_narrower_types_say_what_serve_cannot_do() -> None:
     narrow = search(gpu(24), 8, 8192)
     assert narrow[0].settings == {"kv_cache_dtype": "fp8"}
     assert not narrow[0].servable
-    assert "does not serve" in narrow[0].cost
+    assert "llmsched serve does not run this yet" in narrow[0].cost
     older = search(gpu(48, computes_bf16=False), 12, 8192, gpu_memory_utilization=0.95)
     assert first(older, "dtype").settings == {"dtype": "float16"}
 
 
+@pytest.mark.parametrize(
+    ("computes_fp8", "gib", "users", "settings"),
+    [
+        (True, 23.5, 8, {"kv_cache_dtype": "fp8"}),
+        (True, 23.5, 18, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+        (False, 23.5, 18, {"quantization": "awq", "kv_cache_dtype": "fp8"}),
+        (True, 12, 4, {"quantization": "awq"}),
+    ],
+)
+def test_lower_precision_comes_first(computes_fp8: bool, gib: float, users: int, settings: dict[str, str]) -> None:
+    found = search(gpu(gib, computes_fp8=computes_fp8), users, 8192)
+    assert found[0].settings == settings
+    assert not found[0].servable
+    assert not any(change.settings.keys() & settings.keys() for change in found[1:])
+
+
 def test_settings_together_where_none_suffices_alone() -> None:
-    found = search(gpu(24), 12, 8192, gpu_memory_utilization=0.9, max_num_batched_tokens=16384)
-    assert found[0].settings == {
-        "gpu_memory_utilization": 0.95,
-        "max_num_batched_tokens": 256,
-        "kv_cache_dtype": "fp8",
-    }
-    check(found, gpu(24), 12, 8192, gpu_memory_utilization=0.9, max_num_batched_tokens=16384)
+    knobs = {"gpu_memory_utilization": 0.9, "max_num_batched_tokens": 16384}
+    config = config_for_demand(EngineConfig(**knobs), knobs, 12, 8192)
+    measured = ModelPlanner(LLAMA_8B, given=PLANNER.shape(config, gpu(24)).weights)
+    together = {"gpu_memory_utilization": 0.95, "max_num_batched_tokens": 256, "kv_cache_dtype": "fp8"}
+    assert changes(measured, config, gpu(24), MemoryDemand(12, 8192))[0].settings == together
+    assert MemoryDemand(12, 8192).met_by(measured.plan(replace(config, **together), gpu(24)))
 
 
 def test_a_shorter_context_is_the_longest_that_fits() -> None:
@@ -133,17 +150,17 @@ def test_a_shorter_context_is_the_longest_that_fits() -> None:
     check(found, gpu(24), 8, 8192)
 
 
-def test_less_than_half_the_context_comes_after_hardware() -> None:
+def test_less_than_half_the_demand_comes_after_hardware() -> None:
     near, far = search(gpu(24), 8, 8192), search(gpu(24), 32, 8192)
     kinds = [next(iter(change.settings), "replicas") for change in near]
-    assert kinds == ["kv_cache_dtype", "max_model_len", "gpu", "replicas", "max_num_seqs"]
+    assert kinds == ["kv_cache_dtype", "max_model_len", "max_num_seqs", "gpu", "replicas"]
     assert [next(iter(change.settings), "replicas") for change in far] == [
         "gpu",
         "replicas",
-        "max_num_seqs",
         "max_model_len",
+        "max_num_seqs",
     ]
-    assert near[2].settings == {"gpu": "large"}
+    assert near[3].settings == {"gpu": "large"}
 
 
 def test_replicas_and_fewer_users() -> None:
@@ -167,11 +184,14 @@ def test_explicit_sizes_are_raised_themselves() -> None:
 
 def test_a_model_that_does_not_fit_at_all_gets_what_would_hold_it() -> None:
     found = changes(PLANNER, EngineConfig(), gpu(12), MemoryDemand(), GPUS)
-    assert [change.settings for change in found] == [{"gpu": "small"}]
+    assert [change.settings for change in found] == [
+        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        {"gpu": "small"},
+    ]
     tight = changes(PLANNER, EngineConfig(gpu_memory_utilization=0.5), gpu(24), MemoryDemand(), GPUS)
     assert tight[0].settings.keys() == {"gpu_memory_utilization"}
     assert PLANNER.plan(EngineConfig(**tight[0].settings), gpu(24)).fits
-    assert changes(PLANNER, EngineConfig(), gpu(8), MemoryDemand(), []) == []
+    assert changes(PLANNER, EngineConfig(), gpu(4), MemoryDemand(), []) == []
 
 
 def test_the_longest_context_for_so_many_users() -> None:
