@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -17,11 +19,36 @@ def proxy_for(url: str) -> str | None:
 
     Raises LlmschedError, which names the environment variable, if the URL of the proxy is malformed.
     """
-    target = urlsplit(url)
-    if proxy_bypass(target.hostname or ""):
+    name = _proxy_name(url)
+    return None if name is None else _checked(name, getproxies()[name])
+
+
+def proxy_variable(url: str) -> str | None:
+    """Return the name of the environment variable with the proxy for `url`, or None if a request goes directly."""
+    name = _proxy_name(url)
+    return None if name is None else _variable(name)
+
+
+def _proxy_name(url: str) -> str | None:
+    """Return the scheme under which the environment names a proxy for `url`; None if none or if NO_PROXY lists it."""
+    target, proxies = urlsplit(url), getproxies()
+    host = target.hostname or ""
+    if proxy_bypass(host) or proxy_bypass(target.netloc) or _in_networks(host, proxies.get("no", "")):
         return None
-    proxies = getproxies()
-    return next((_checked(name, proxies[name]) for name in (target.scheme, "all") if proxies.get(name)), None)
+    return next((name for name in (target.scheme, "all") if proxies.get(name)), None)
+
+
+def _in_networks(host: str, no_proxy: str) -> bool:
+    """Return True if `host` is an address in a network that NO_PROXY lists, such as 127.0.0.0/8."""
+    for entry in no_proxy.split(","):
+        with suppress(ValueError):
+            if "/" in entry and ip_address(host) in ip_network(entry.strip(), strict=False):
+                return True
+    return False
+
+
+def _variable(name: str) -> str:
+    return next((key for key in os.environ if key.lower() == f"{name}_proxy"), f"{name}_proxy")
 
 
 def check_proxies() -> None:
@@ -44,9 +71,8 @@ def _checked(name: str, value: str) -> str:
     except ValueError:  # no valid IPv6 address or port
         valid = False
     if not valid:
-        variable = next((key for key in os.environ if key.lower() == f"{name}_proxy"), f"{name}_proxy")
         raise LlmschedError(
-            f"{variable}={value!r} is not the URL of a proxy; expected one like http://host:port "
+            f"{_variable(name)}={value!r} is not the URL of a proxy; expected one like http://host:port "
             f"({', '.join(_SCHEMES)}); correct or unset it, or list the host in NO_PROXY"
         )
     return proxy

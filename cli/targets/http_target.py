@@ -27,6 +27,7 @@ from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
+from llmsched.engine.proxies import proxy_variable
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Timeline
@@ -125,8 +126,10 @@ class HttpTarget:
         """
         try:
             response = await self._look_up("/v1/models")
-        except (httpx.ConnectError, httpx.ConnectTimeout) as problem:
-            raise TargetUnreachableError(_detail(problem)) from problem
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as problem:
+            variable = proxy_variable(self._options.url)
+            through = f" through the proxy in {variable}, which NO_PROXY can avoid" if variable else ""
+            raise TargetUnreachableError(f"{_detail(problem)}{through}") from problem
         except (httpx.RequestError, TimeoutError):
             self._answers_lookups = False
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets import http1
 from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
+from llmsched.cli.targets.interface import TargetUnreachableError
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
@@ -63,6 +65,11 @@ def test_a_connection_that_was_cut_is_not_reused() -> None:
         ({"http_proxy": "http://proxy:1"}, "https://host", None),
         ({"all_proxy": "http://proxy:2"}, "https://host", "http://proxy:2"),
         ({"http_proxy": "http://proxy:1", "no_proxy": "host"}, "http://host:8000", None),
+        ({"http_proxy": "http://proxy:1", "no_proxy": "host:8000"}, "http://host:8000", None),
+        ({"http_proxy": "http://proxy:1", "no_proxy": "host:8000"}, "http://host:8001", "http://proxy:1"),
+        ({"http_proxy": "http://proxy:1", "no_proxy": "x, 127.0.0.0/8"}, "http://127.0.0.1:8000", None),
+        ({"http_proxy": "http://proxy:1", "no_proxy": "127.0.0.0/8"}, "http://128.0.0.1", "http://proxy:1"),
+        ({"all_proxy": "socks5://proxy:1", "no_proxy": "::1"}, "http://[::1]:8000", None),
     ],
 )
 def test_the_proxy_of_the_environment(
@@ -92,6 +99,22 @@ def test_a_malformed_proxy_is_named_unless_no_proxy_lists_the_host(value: str, m
         HttpTarget(HttpOptions("http://host:8000"))
     monkeypatch.setenv("NO_PROXY", "host")
     HttpTarget(HttpOptions("http://host:8000"))
+
+
+def test_a_proxy_that_accepts_no_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("ALL_PROXY", f"socks5://127.0.0.1:{reserved.getsockname()[1]}")
+
+        async def main() -> None:
+            target = HttpTarget(HttpOptions("http://host:8000"))
+            try:
+                await target.connect()
+            finally:
+                await target.close()
+
+        with pytest.raises(TargetUnreachableError, match="through the proxy in ALL_PROXY, which NO_PROXY can avoid"):
+            asyncio.run(main())
 
 
 def test_a_proxy_without_a_scheme_speaks_http(monkeypatch: pytest.MonkeyPatch) -> None:
