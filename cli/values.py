@@ -60,8 +60,10 @@ def server_url(text: str) -> str | None:
 
 
 def duration(text: str) -> float:
-    """Return the seconds of a duration such as "800ms" or "2min": 0, or 1 ns to 250,000 h. The unit is required."""
+    """Return the seconds of a duration such as "800ms" or "2min": 0, or 1 ns to 250,000 h. Only 0 needs no unit."""
     number, unit = _split(text, "a duration such as 800ms or 1.5s")
+    if not unit and number == 0:
+        return 0.0
     if unit not in _SECONDS:
         raise LlmschedError(f"{text!r} needs a unit: us, ms, s, min or h (800ms, 1.5s)")
     if number < 0:

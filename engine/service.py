@@ -88,6 +88,11 @@ class AsyncEngine:
             return f"the model is broken: it computed no usable logits for the last {count} rows (NaN or all -inf)"
         return None
 
+    @property
+    def num_open(self) -> int:
+        """Number of requests that have not ended, from `submit` on."""
+        return len(self._streams)
+
     def stats(self) -> EngineStats:
         """Return the state after the latest step. Any thread may call this."""
         return self._stats
@@ -187,7 +192,8 @@ class AsyncEngine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, timeout_s)
         ended = not self._thread.is_alive()
-        self._fail_all(f"the engine has failed: {self.error}" if self.error else "the server has shut down")
+        problem = self._problem() if self.error or not ended else None
+        self._fail_all(problem or "the server has shut down")
         return ended
 
     def _request_abort(self, request_id: str) -> None:

@@ -92,7 +92,7 @@ def serve(
     step_timeout: Annotated[
         float,
         duration_option(
-            "Time without a finished step, while requests wait, after which /health answers 503; 0s turns this off. A "
+            "Time without a finished step, while requests wait, after which /health answers 503; 0 turns this off. A "
             "full step must be faster: a large model on a slow CPU needs minutes."
         ),
     ] = "300s",  # type: ignore[assignment]
@@ -190,9 +190,8 @@ async def _serve(
     service.start()
 
     def on_drain() -> None:
-        left = service.stats().num_running + service.stats().num_waiting
         render.note(
-            f"draining: {left} requests have {render.human_seconds(grace_s)} to finish; a second signal exits at once"
+            f"draining: {service.num_open} requests have {render.human_seconds(grace_s)} to finish; a second signal exits at once"
         )
         last_resort = threading.Timer(grace_s + EXIT_S, os._exit, [1])  # if anything hangs that `run` does not know of
         last_resort.daemon = True
