@@ -191,7 +191,8 @@ async def _serve(
 
     def on_drain() -> None:
         render.note(
-            f"draining: {service.num_open} requests have {render.human_seconds(grace_s)} to finish; a second signal exits at once"
+            f"draining: {service.num_open} requests have {render.human_seconds(grace_s)} to finish; "
+            "a second signal exits at once"
         )
         last_resort = threading.Timer(grace_s + EXIT_S, os._exit, [1])  # if anything hangs that `run` does not know of
         last_resort.daemon = True
