@@ -35,7 +35,7 @@ _TIMES = tuple(
     for name in ("timestamp", "arrival_time", "arrived_at", "created_at", "created", "time")
     for unit in ("", *(f"_{unit}" for unit in UNITS))
 )
-_LIMITS = ("max_tokens", "max_completion_tokens")
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _BODIES = ("body", "payload", "request")
 _PROMPTS = ("prompt", "text_input", "instruction", "question", "text", "input")
 _CONTEXTS = ("input", "context")
@@ -55,11 +55,11 @@ _ROLES = {
 #: benchmarks. A total is used only if there is no prompt length.
 _PROMPT = (
     *("contexttokens", "input_length", "request tokens", "num_prefill_tokens"),
-    *("prompt_tokens", "prompt_tokens_count", "input_tokens", "prompt_len", "input_len"),
+    *("prompt_tokens", "prompt_tokens_count", "input_tokens", "prompt_len", "input_len", "isl"),
 )
 _OUTPUT = (
     *("generatedtokens", "output_length", "response tokens", "num_decode_tokens"),
-    *("completion_tokens", "output_tokens", "output_tokens_count", "output_len"),
+    *("completion_tokens", "output_tokens", "output_tokens_count", "output_len", "osl"),
 )
 _TOTAL = ("total_tokens", "num_total_tokens", "length", "tokens")
 
@@ -213,12 +213,15 @@ def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """
     inner = next((row.values[name] for name in _BODIES if isinstance(row.values.get(name), dict)), None)
     body = row if inner is None else row.inside(inner)
+    if "embedding" in str(row.values.get("url")):
+        raise row.wrong(f"url is {shown(row.values['url'])}; only requests that generate text can be sent")
     given = {name: value for name, value in body.values.items() if value not in (None, "")}
     limit = next((name for name in (*_LIMITS, *_OUTPUT) if name in given), None)
     length = None if limit is None else body.length(limit)
     answer = next((given[name] for name in _ANSWERS if isinstance(given.get(name), str)), None)
-    if "messages" in given:
-        messages = _messages(body)
+    talk = "input" if isinstance(given.get("input"), list) else "messages"
+    if talk in given:
+        messages = _messages(body, talk)
         if len(messages) > 1 and messages[-1]["role"] == "assistant" and limit not in _LIMITS:
             *messages, last = messages
             answer = Content.of_messages([last]).text or json.dumps(last.get("tool_calls"))
@@ -231,16 +234,16 @@ def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
     return [TraceRequest(row.line, 0.0, None, length, content=Content("\n\n".join([prompt, *contexts])), answer=answer)]
 
 
-def _messages(row: Row) -> list[Mapping[str, Any]]:
-    messages = row.values["messages"]
+def _messages(row: Row, name: str) -> list[Mapping[str, Any]]:
+    messages = row.values[name]
     if not isinstance(messages, list) or not messages:
-        raise row.wrong(f"messages is {shown(messages)}; allowed is a list of one or more")
+        raise row.wrong(f"{name} is {shown(messages)}; allowed is a list of one or more")
     for at, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise row.wrong(f"messages[{at}] is {shown(message)}; allowed is an object with a role")
+            raise row.wrong(f"{name}[{at}] is {shown(message)}; allowed is an object with a role")
         parts = message.get("content")
         if not (parts is None or isinstance(parts, str) or (isinstance(parts, list) and all(map(_is_text, parts)))):
-            raise row.wrong(f"messages[{at}].content is {shown(parts)}; allowed is text, or a list of text parts")
+            raise row.wrong(f"{name}[{at}].content is {shown(parts)}; allowed is text, or a list of text parts")
     return messages
 
 
@@ -253,7 +256,7 @@ _BURSTGPT = {"timestamp": "Timestamp", "request tokens": INPUT, "response tokens
 
 
 def _time(row: Row) -> str | None:
-    return next((name for name in _TIMES if name in row.values), None)
+    return next((name for name in _TIMES if row.values.get(name) is not None), None)
 
 
 FORMATS: dict[TraceFormat, Format] = {

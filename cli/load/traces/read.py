@@ -118,12 +118,10 @@ def detect(path: Path) -> TraceFormat:
     known = f"not a trace in a known format ({', '.join(FORMATS)})"
     if isinstance(example.get("turns"), list):
         raise TraceError(f"{path} is a multi-turn file of AIPerf (turns); write a line with text_input for each turn")
-    lists = [
-        name for name, value in example.items() if isinstance(value, list) and value and isinstance(value[0], dict)
-    ]
+    lists = [name for name in ("data", "rows", "records", "requests", "train") if isinstance(example.get(name), list)]
     if lists:
         known += f"; if {lists[0]} has the records, write them to a file of their own (jq '.{lists[0]}' FILE)"
-    if not is_json and (len(names) > 1 or path.suffix in (".csv", ".tsv")):
+    if not is_json and (path.suffix in (".csv", ".tsv") or (len(names) > 1 and "" not in names)):
         raise TraceError(
             f"{path} is a CSV file without a column of prompts (prompt) or lengths (input_length, output_length): its "
             f"header is {shown(line)}"
@@ -138,6 +136,8 @@ _MARKS: tuple[tuple[TraceFormat, set[str]], ...] = (
     ("bailian", {"chat_id", "input_length", "output_length"}),
     ("mooncake", {"input_length", "output_length"}),
     ("mooncake", {"text_input"}),
+    ("mooncake", {"timestamp", "messages", "output_length"}),
+    ("mooncake", {"timestamp", "payload"}),
     ("sharegpt", {"conversations"}),
     ("sharegpt", {"conversation"}),
     ("sharegpt", {"items"}),
@@ -150,4 +150,5 @@ _MARKS: tuple[tuple[TraceFormat, set[str]], ...] = (
     ("log", {"question"}),
     ("log", {"text"}),
     ("log", {"input", "output"}),
+    ("log", {"input", "max_output_tokens"}),
 )
