@@ -188,7 +188,7 @@ def read_lengths(path: Path) -> LengthDistribution:
     from llmsched.engine.memory.concurrency import LengthDistribution
 
     try:
-        requests = read_trace(path, "lengths").requests
+        requests = read_trace(path, "lengths", times=False).requests
     except TraceError as problem:
         raise ConfigError("lengths", problem.message) from problem
     prompts = np.array([request.input_len for request in requests], dtype=np.int64)

@@ -106,7 +106,7 @@ def has_lengths(line: str, names: Collection[str]) -> bool:
 
 
 def length_rows(path: Path) -> Iterator[Row]:
-    """Yield a row per request, with INPUT and, if stated, OUTPUT. Raises TraceError for records without lengths."""
+    """Yield a row per request, with INPUT and, if stated, OUTPUT and a time. Raises TraceError without lengths."""
     line = first_line(path)
     if _NUMBERS.fullmatch(line):
         # Each line has one length, or those of a prompt and its answer. Commas and brackets are ignored.
@@ -126,13 +126,14 @@ def length_rows(path: Path) -> Iterator[Row]:
             chosen = _length_fields([name for name, value in values.items() if value not in (None, "")])
             if not chosen:
                 raise row.wrong(_no_length(list(row.values)))
-            yield row.inside({field: values[name] for name, field in chosen.items()})
+            yield row.inside({field: values[name] for name, field in (chosen | _time_field(values)).items()})
     elif line:
         header = csv_header(line)
-        chosen = _length_fields([name.lower() for name in header])
+        names = [name.lower() for name in header]
+        chosen = _length_fields(names)
         if not chosen:
             raise TraceError(f"{path}: {_no_length(header)}")
-        yield from csv_rows(path, chosen)
+        yield from csv_rows(path, chosen | _time_field(names))
 
 
 def _length_fields(names: Collection[str]) -> dict[str, str]:
@@ -145,6 +146,11 @@ def _length_fields(names: Collection[str]) -> dict[str, str]:
         if name in names:
             return {name: INPUT} if output is None else {name: INPUT, output: OUTPUT}
     return next(({name: INPUT} for name in _TOTAL if name in names), {})
+
+
+def _time_field(names: Collection[str]) -> dict[str, str]:
+    """Return the name that stands for a time, mapped to itself; empty if none does."""
+    return next(({name: name} for name in _TIMES if name in names), {})
 
 
 def _no_length(names: Collection[str]) -> str:
@@ -262,7 +268,7 @@ def _time(row: Row) -> str | None:
 FORMATS: dict[TraceFormat, Format] = {
     "azure": Format(partial(csv_rows, needed=_AZURE), _lengths, lambda row: "TIMESTAMP"),
     "burstgpt": Format(partial(csv_rows, needed=_BURSTGPT), _lengths, lambda row: "Timestamp", fixed_unit=True),
-    "lengths": Format(length_rows, _lengths, lambda row: None),
+    "lengths": Format(length_rows, _lengths, _time),
     "mooncake": Format(records, _mooncake, _time, "ms", block_tokens=512),
     "bailian": Format(records, _mooncake, _time, "s", True, 16),
     "sharegpt": Format(json_objects, _sharegpt, lambda row: None),

@@ -30,6 +30,7 @@ def read_trace(
     turns: int | None = None,
     trace_block_size: int | None = None,
     limit: int | None = None,
+    times: bool = True,
     name: str | None = None,
 ) -> Trace:
     """Return the trace in a file, which may be gzipped. If `trace_format` is None, the format is detected.
@@ -37,7 +38,8 @@ def read_trace(
     Requests are sorted by time; requests with equal times keep the file's order. Only the first `limit` requests are
     kept. `timestamp_unit` is the unit of timestamps that are numbers; if it is None, the unit is found as timestamps.py
     describes. `turns` (1 if None) is only for ShareGPT, `trace_block_size` (512 or 16 tokens if None) only for Mooncake
-    and Bailian: see FormatOptions. The times of sessions whose turns wait for answers are left out.
+    and Bailian: see FormatOptions. Without `times`, timestamps are not read. The times of sessions whose turns wait for
+    answers are left out.
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, or if an option does not fit the format.
@@ -53,7 +55,7 @@ def read_trace(
             raise TraceError(f"{path}: {setting(setting_name)} {value} is given, but {has_none}")
     options = FormatOptions(turns or 1, trace_block_size or file_format.block_tokens or 512)
     found: list[tuple[Timestamp | None, TraceRequest]] = []
-    for entry in _entries(path, file_format, options):
+    for entry in _entries(path, file_format, options, times):
         found.append(entry)
         if limit is not None and len(found) >= limit and entry[0] is None:
             break
@@ -76,12 +78,12 @@ def read_trace(
 
 
 def _entries(
-    path: Path, file_format: Format, options: FormatOptions
+    path: Path, file_format: Format, options: FormatOptions, times: bool
 ) -> Iterator[tuple[Timestamp | None, TraceRequest]]:
     """Yield the requests of a file with their timestamps. Raises TraceError if only some have a timestamp."""
     first: tuple[Row, str | None] | None = None
     for row in file_format.rows(path):
-        field = file_format.time(row)
+        field = file_format.time(row) if times else None
         first = first or (row, field)
         if field is None and row.values.get("session_id") is not None and (row.values.get("delay") or first[1]):
             options.sessions = True

@@ -381,6 +381,8 @@ def bailian(*stamps: float) -> str:
         (log(*(0.733 * n for n in range(60))), 43.247, "timestamps in s"),
         (log(*(60 * n for n in range(60))), 3540, "timestamps in s"),
         (log(0, 0.733).replace('"timestamp"', '"time_ms"'), 0.000733, "timestamps in ms"),
+        ("arrived_at,num_prefill_tokens\n0.5,9\n4.5,9", 4, "timestamps in s"),
+        ('{"created": "2024-05-10T00:00:00Z", "isl": 9}\n{"created": "2024-05-10T00:00:04Z", "isl": 9}', 4, ""),
         (BURST + "0,x,1,1,2,log\n4000,x,1,1,2,log", 4000, "timestamps in s"),
         (log("2024-05-10T00:00:00Z", "2024-05-10T00:00:43Z"), 43, ""),
     ],
@@ -391,6 +393,11 @@ def test_the_size_of_timestamps_shows_their_unit(write: Any, text: str, span: fl
     assert offsets(trace)[-1] == pytest.approx(span)
     assert note in "".join(trace.notes)
     assert ("as their size" in "".join(trace.notes)) == ("as" in note)
+
+
+def test_times_can_be_left_out(write: Any) -> None:
+    trace = read_trace(write("created,prompt_tokens\nlast Monday,9"), times=False)
+    assert (trace.timed, lengths(trace)) == (False, [(9, None)])
 
 
 def test_bailian(write: Any) -> None:
@@ -471,6 +478,7 @@ CHAT = [
         (json.dumps({"request": {"messages": CHAT[:2], "max_tokens": 8}, "response": {"id": "x"}}), (9, 8)),
         ('{"prompt": "x", "max_tokens": 2, "timestamp": null}', (1, 2)),
         ("isl,osl\n9,4\n", (9, 4)),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens\n0.5,9,4\n", (9, 4)),
         ('prompt,prompt_tokens_count,output_tokens_count\n"a, b\nc",9,4\n', (3, 4)),
         ("Prompt;Output_Tokens\na b;4\n", (2, 4)),
         ("prompt\tresponse\na b\tc\n", (2, 1)),
