@@ -118,6 +118,12 @@ class Fields:
                 return value
         return default
 
+    def size(self, name: str) -> int:
+        """Return the value of a size. Raises ModelError if the config has none."""
+        if not isinstance(value := self.get(name), int):
+            raise ModelError(f"config has {name} {value!r}; it must be a whole number")
+        return value
+
     def reread(self) -> Fields:
         """Return the same settings, of which none is read yet."""
         return replace(self, read=set())

@@ -176,15 +176,15 @@ class _Counter:
 
     def _mlps(self, module: str, layer: int, name: str) -> Iterator[_Module]:
         """Count the dense MLP, or the experts with their router."""
-        get = self.config.get
+        get, size = self.config.get, self.config.size
         if self.config.model_type == "gemma4_text":  # a dense MLP and experts, which have separate norms and scales
-            yield from self._mlp(module, get("intermediate_size"))
+            yield from self._mlp(module, size("intermediate_size"))
             if get("enable_moe_block"):
-                yield from self._experts(module, get("num_experts"), get("moe_intermediate_size"))
-                yield module, Parameters(other=self.hidden + get("num_experts"))
+                yield from self._experts(module, size("num_experts"), size("moe_intermediate_size"))
+                yield module, Parameters(other=self.hidden + size("num_experts"))
                 yield module, self._norms(3)
         elif self._is_sparse(layer, name):
-            yield from self._experts(module, self.config.num_experts, get(self.parts.experts))
+            yield from self._experts(module, size("num_experts"), size(self.parts.experts or "intermediate_size"))
             shared, count = self.config.shared_expert_size, get("n_shared_experts", default=0)
             if shared is None:  # the width of all experts together that every token is sent to
                 shared = count * get("moe_intermediate_size", default=0)

@@ -50,6 +50,11 @@ _SIZE = re.compile(
 )
 
 
+_NO_ENCODERS = "weights of vision and audio encoders are not counted"
+#: Notes about settings without which weights may have any size.
+_LEAVES_OPEN = re.compile(
+    rf"^({UNREAD}|{_NO_ENCODERS})|\b(text_config|hidden_size|num_hidden_layers|intermediate_size|num_experts|moe_intermediate_size)\b"
+)
 _REMEDY = "give the size of the weights with --weights-bytes, or name a directory with the files"
 
 
@@ -92,7 +97,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
         reason = f"weights are not counted, because the layout of {named} is not known"
         doubt = "; ".join((reason, *notes, _REMEDY))
         return Weights(0, "unknown", exact=False, notes=(doubt,), doubt=doubt)
-    unread = next((f"{note}; {_REMEDY}" for note in notes if note.startswith(UNREAD)), None)
+    unread = next((f"{note}; {_REMEDY}" for note in notes if _LEAVES_OPEN.search(note)), None)
     if quantization is not None:
         sizes, total = stored_bytes(modules, quantization, dtype_bytes), add_up(modules.values())
         bits = {
@@ -118,7 +123,7 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
     if counted is not None and (encoders is not None or not can_be_built(fields.content)):
         notes = [*fields.assumed(), *fields.unread(_WEIGHS)]
         if encoders is None:
-            notes.append("weights of vision and audio encoders are not counted: the config does not describe them")
+            notes.append(f"{_NO_ENCODERS}: the config does not describe them")
         return counted | {"encoders": Parameters(encoders=encoders or 0)}, tuple(notes)
     built = fields.ask("modules", lambda: _built_modules(fields.config))
     if built:
@@ -131,7 +136,7 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
     notes = [*fields.unread(_WEIGHS, UNDERSTOOD)]
     if counted is not None:
         named = fields.content.get("model_type")
-        notes.append(f"{named} cannot be built here: its vision and audio encoders are not counted in its weights")
+        notes.append(f"{_NO_ENCODERS}: {named} cannot be built here")
     return counted or {}, tuple(notes)
 
 

@@ -134,6 +134,8 @@ def test_bad_input_is_one_line(command: CommandLine, arguments: tuple[str, ...],
     assert len(outcome.err.strip().splitlines()) == 1
 
 
+GEMMA_4 = read_config_file(CONFIGS / "google--gemma-4-26B-A4B_config.json")
+del GEMMA_4["text_config"]["num_experts"]
 LLAMA_FIELDS = read_config_file(Path(LLAMA))
 
 
@@ -150,6 +152,7 @@ def write_config(directory: Path, content: Any) -> str:
         ([], "holds a list"),
         ({"model_type": "t5", "num_layers": 2}, "encoder-decoder"),
         ({"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 64}, "does not divide"),
+        (GEMMA_4, "config has num_experts None; it must be a whole number"),
         (
             LLAMA_FIELDS | {"rope_scaling": {"type": "foo", "factor": 2}},
             "rope_scaling of the unknown type 'foo'; known are",
@@ -299,6 +302,15 @@ def test_m03_a_setting_that_may_change_the_weights_leaves_it_open(command: Comma
     outcome = command("kv-budget", path, "--gpu", "h200", "--json")
     assert (outcome.code, outcome.json["fits"], outcome.json["confidence"]) == (1, None, "estimate")
     assert "not understood and not taken into account: engram_embed_dim" in outcome.json["problem"]
+
+
+@pytest.mark.parametrize("missing", ["text_config", "vision_config"])
+def test_m03_a_part_that_the_config_does_not_describe(command: CommandLine, tmp_path: Path, missing: str) -> None:
+    content = read_config_file(CONFIGS / "Qwen--Qwen3-VL-4B-Instruct_config.json")
+    del content[missing]
+    outcome = command("kv-budget", write_config(tmp_path, content), "--gpu", "h200", "--json")
+    assert (outcome.code, outcome.json["fits"], outcome.json["confidence"]) == (1, None, "estimate")
+    assert "--weights-bytes" in outcome.json["problem"]
 
 
 def test_m07_recurrent_layers_alone_have_state_and_no_blocks(command: CommandLine, tmp_path: Path) -> None:
