@@ -27,7 +27,7 @@ class BudgetAnalysis:
     """Memory plan of the model `spec` on one device, compared with the demand of the user.
 
     `has_demand` is True if --users or --context was given. `mean_len` is in tokens. `refusal` is the reason why
-    `llmsched serve` refuses the model.
+    `llmsched serve` refuses the model. `quantization` is the value of that flag.
     """
 
     spec: str
@@ -39,6 +39,7 @@ class BudgetAnalysis:
     mean_len: int | None
     lengths: LengthDistribution | None
     refusal: str | None
+    quantization: str | None = None
 
     @property
     def device(self) -> DeviceMemory:
@@ -81,6 +82,12 @@ class BudgetAnalysis:
         plan = self.plan
         if self.planner.origin == SHIPPED:
             yield f"config.json of {self.spec} is {SHIPPED}; the hub was not asked"
+        if (profile := self.planner.profile) is not None and self.device.kind == "cuda":
+            yield (
+                f"planned for vLLM {profile.versions}, whose profile run of {plan.max_num_batched_tokens:,} tokens and "
+                f"{plan.max_num_seqs_limit:,} sampled rows takes {human_bytes(plan.activation_bytes)}; a smaller "
+                f"{setting('max_num_seqs')} or {setting('max_num_batched_tokens')} leaves more for KV"
+            )
         yield from plan.notes
         yield from self._notes_on_layers()
         if plan.state_bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmsched.cli.kv_budget.other_engines import OtherEngine
+from llmsched.cli.kv_budget.command_lines import OtherEngine
 from llmsched.cli.options.flags import quantization_option, typed
 from llmsched.cli.values import MOST_TOKENS, size, tokens
 from llmsched.engine.config import EngineConfig
@@ -101,7 +101,11 @@ class BudgetOptions:
     ] = None
     emit: Annotated[
         OtherEngine | None,
-        typer.Option(help="Print only the command line that starts vLLM or SGLang with the same memory."),
+        typer.Option(
+            help="Print only the command line that starts vLLM or SGLang with the same memory. For vLLM, the plan has "
+            "vLLM's defaults and the memory of its start-up profile: vllm for versions up to 0.15, whose profile is "
+            "larger, so this plan fits all versions; vllm-0.16 for 0.16 and later."
+        ),
     ] = None
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
 
@@ -110,7 +114,7 @@ class BudgetOptions:
         if self.emit is not None:
             if self.gpu == ALL:
                 raise ConfigError("emit", "is for one GPU; name it with --gpu instead of all")
-            if self.quantization is not None:
+            if self.quantization not in (None, "fp8"):
                 raise ConfigError("emit", f"needs a checkpoint that exists; name one in {self.quantization} as MODEL")
             if self.simulate is not None:
                 raise ConfigError("emit", "prints only a command line; leave out --emit or --simulate")

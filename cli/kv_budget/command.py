@@ -11,14 +11,15 @@ from llmsched.cli import render
 from llmsched.cli.kv_budget import simulated_serving, text_report
 from llmsched.cli.kv_budget.analysis import BudgetAnalysis, any_fits
 from llmsched.cli.kv_budget.budget_options import ALL, BudgetOptions, all_gpus
+from llmsched.cli.kv_budget.command_lines import command_line, serve_line, with_vllm_defaults
 from llmsched.cli.kv_budget.json_document import comparison_document, document
-from llmsched.cli.kv_budget.other_engines import command_line
 from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model, with_options
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.changes import MemoryDemand, config_for_demand, longest_context
 from llmsched.engine.memory.planner import open_planner
+from llmsched.engine.memory.vllm_profile import VLLM_PROFILES
 from llmsched.engine.model.support import refusal
 
 KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom")
@@ -59,6 +60,7 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
             render.emit_json(comparison_document(compared))
         else:
             text_report.show_comparison(compared)
+            _show_serve_line(next((analysis for analysis in analyses if analysis.fits), analyses[-1]))
     else:
         analysis = analyses[0]
         line = None if options.emit is None or not analysis.fits else command_line(analysis, options.emit)
@@ -67,30 +69,41 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
             extra: dict[str, Any] = {"emit": line} if options.emit else {}
             if options.simulate is not None:
                 extra |= {"simulated": None if simulated is None else simulated[0]}
-            render.emit_json(document(analysis) | extra)
+            render.emit_json(document(analysis) | {"serve": serve_line(analysis)} | extra)
         elif line is not None:
             render.say(line)
         else:
             text_report.show(analysis, document(analysis))
             if simulated is not None:
                 simulated_serving.show(*simulated)
+            _show_serve_line(analysis)
     if not any_fits(analyses):
         raise typer.Exit(1)
 
 
+def _show_serve_line(analysis: BudgetAnalysis) -> None:
+    """End the report with the command that serves by this plan, if `llmsched serve` can."""
+    if (line := serve_line(analysis)) is not None:
+        if not analysis.fits:
+            render.say("with the cheapest change that works on this device:")
+        render.say(line)
+
+
 def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) -> list[BudgetAnalysis]:
     """Return an analysis for each device that the flags select. Raises ModelError, and ConfigError for a bad flag."""
+    given = {**engine_options.given, **({} if options.users is None else {"max_num_seqs": options.users})}
     config = config_for_demand(engine_options.config(spec), engine_options.given, options.users, options.context)
     lengths, devices = options.distribution(config), options.devices(config)
     demand = MemoryDemand(options.users or 1, options.context or 0)
     weights = None if options.weights is None else Weights(options.weights, "--weights", exact=True)
     with render.progress_bar() as progress:
         planner = open_planner(spec, progress, weights, options.quantization)
+    planner = replace(planner, profile=VLLM_PROFILES.get(options.emit or ""))
     refused, analyses = refusal(planner.content, planner.cache), []
     for device in devices:
-        settings = config
+        settings = with_vllm_defaults(config, given, device) if planner.profile else config
         if options.users is not None and config.max_model_len is None:
-            settings = replace(config, max_model_len=longest_context(planner, config, device, options.users))
+            settings = replace(settings, max_model_len=longest_context(planner, settings, device, options.users))
         analyses.append(
             BudgetAnalysis(
                 spec=spec,
@@ -102,6 +115,7 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
                 mean_len=options.mean_len,
                 lengths=lengths,
                 refusal=refused,
+                quantization=options.quantization,
             )
         )
     return analyses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -10,7 +11,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.flags import option_parameter, replace_keyword, typed
+from llmsched.cli.options.flags import flag, option_parameter, replace_keyword, typed
 from llmsched.cli.values import AUTO, context_length, duration, fraction, size, size_or_none, switch
 from llmsched.engine.config import EngineConfig, check_knob, check_together
 from llmsched.engine.errors import ConfigError, LlmschedError
@@ -69,6 +70,17 @@ def with_engine_options(
         # The default None means "not given".
         options.append(option_parameter(knob.name, Annotated[types[knob.name] | None, option]))
     return replace_keyword("engine_options", options, _options)
+
+
+def serve_command(model: str | None, knobs: Mapping[str, Any]) -> str:
+    """Return the command line, for a shell, that serves `model` (None: the default model) with these settings."""
+    words = ["llmsched", "serve", *([] if model is None else [model])]
+    for name, value in knobs.items():
+        if isinstance(value, bool):
+            words.append(flag(name) if value else flag(f"no_{name}"))
+        elif value is not None:
+            words += [flag(name), str(value)]
+    return shlex.join(words)
 
 
 def _options(flags: Mapping[str, Any]) -> EngineOptions:

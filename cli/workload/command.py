@@ -11,9 +11,10 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.load.prompts import load_encoder
 from llmsched.cli.load.traces.read import read_trace
+from llmsched.cli.options.engine_flags import serve_command
 from llmsched.cli.options.flags import with_options
 from llmsched.cli.options.load_flags import LoadFlags, TraceFlags, make_load
-from llmsched.cli.workload.load_analysis import RUNNING, LoadAnalysis, analyse
+from llmsched.cli.workload.load_analysis import RUNNING, LoadAnalysis, analyse, serve_knobs
 from llmsched.cli.workload.request_sample import RequestSample, sample_load, sample_trace
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, LlmschedError
@@ -54,10 +55,12 @@ def workload(
       llmsched workload azure-code --json
     """
     found = analyse(_sample(name, tokenizer, trace_flags), block_size)
+    line = serve_command(tokenizer, serve_knobs(found))
     if json_:
-        render.emit_json(_as_json(found))
+        render.emit_json(_as_json(found) | {"serve": line})
     else:
         _show(found)
+        render.say(line)
 
 
 def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSample:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from llmsched.cli.workload.request_sample import RequestSample
 from llmsched.cli.workload.shared_prefixes import SharedPrefixes, shared_prefixes
+from llmsched.engine.config import EngineConfig
 
 #: Length in seconds of the windows among which the busiest is found.
 PEAK_WINDOW_S = 10.0
@@ -136,6 +138,21 @@ def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
         headroom_by_running={running: headroom(known, running) for running in RUNNING} if known else None,
         prefix_caching=None if prefixes is None else prefixes.hit_rate >= _WORTH,
     )
+
+
+def serve_knobs(found: LoadAnalysis) -> dict[str, Any]:
+    """Return the engine settings that differ from their defaults if the advice is followed.
+
+    max_model_len is left out if lengths are counted in words.
+    """
+    advice, defaults = found.advice, asdict(EngineConfig())
+    knobs: dict[str, Any] = {} if found.sample.in_words else {"max_model_len": advice.max_model_len}
+    if advice.headroom_by_running is not None:
+        most = EngineConfig.knob_rule("headroom")["high"]
+        knobs["headroom"] = min(most, round(advice.headroom_by_running[RUNNING[1]], 3))
+        knobs["max_headroom"] = max(knobs["headroom"], defaults["max_headroom"])
+    knobs |= {"block_size": found.block_size, "enable_prefix_caching": advice.prefix_caching is not False}
+    return {name: value for name, value in knobs.items() if value != defaults[name]}
 
 
 def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:

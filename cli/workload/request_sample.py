@@ -16,7 +16,7 @@ class RequestSample:
 
     `inputs` and `outputs` are prompt and answer lengths in tokens, `offsets` times in seconds. `prompts` has a sequence
     of ids per request. An id stands for `unit` tokens (the last id of a prompt may stand for fewer). Equal ids stand
-    for equal tokens. `tokens` says what counts as a token.
+    for equal tokens. `tokens` says what counts as a token; if `in_words` is True, words do.
     """
 
     name: str
@@ -29,6 +29,7 @@ class RequestSample:
     unit: int = 1
     texts: Sequence[str] | None = None
     notes: Sequence[str] = ()
+    in_words: bool = False
 
 
 class _WordIds:
@@ -68,6 +69,7 @@ def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None
         prompts=prompts if any(prompts) or trace.of_text else None,
         unit=1 if trace.of_text else trace.block_tokens,
         texts=texts,
+        in_words=trace.of_text and encode is None,
         notes=trace.notes,
     )
 

@@ -189,14 +189,14 @@ def test_the_command_line_of_vllm(command: CommandLine) -> None:
     outcome = command(*arguments, "--kv-cache-dtype", "fp8")
     assert outcome.code == 0
     words = shlex.split(outcome.out)
-    assert words[:3] == ["vllm", "serve", str(CONFIGS)]
+    assert words[:3] == ["vllm", "serve", "meta-llama/Meta-Llama-3.1-8B"]
     flags = dict(zip(words[3::2], words[4::2], strict=True))
     assert flags == {
         "--dtype": "bfloat16",
         "--kv-cache-dtype": "fp8",
         "--max-model-len": "8192",
         "--max-num-seqs": "32",
-        "--max-num-batched-tokens": "2048",
+        "--max-num-batched-tokens": "8192",
         "--block-size": "16",
         "--gpu-memory-utilization": "0.9",
     }

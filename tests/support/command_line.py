@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from llmsched.cli.main import main
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.errors import LlmschedError
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,19 @@ class CommandLine:
         code = ended.value.code
         assert code is None or isinstance(code, int)
         return Outcome(code or 0, printed.out, printed.err)
+
+    def served(self, line: str) -> EngineConfig:
+        """Return the settings with which a printed `llmsched serve` command line starts the engine."""
+        found: list[EngineConfig] = []
+
+        def build_engine(config: EngineConfig, *_: object) -> None:
+            found.append(config)
+            raise LlmschedError("the settings are all that is wanted")
+
+        program, *arguments = shlex.split(line)
+        assert program == "llmsched"
+        with self.monkeypatch.context() as patch:
+            patch.setattr("llmsched.engine.build.build_engine", build_engine)
+            outcome = self(*arguments, "--port", "0")
+        assert found, outcome.err
+        return found[0]

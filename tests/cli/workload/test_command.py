@@ -101,3 +101,31 @@ def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ..
     assert (outcome.code, outcome.out) == (2, "")
     assert message in outcome.err
     assert len(outcome.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("load", "flags", "settings"),
+    [
+        ("azure-code", (), {"max_model_len", "headroom"}),
+        ("mooncake-conversation", ("--block-size", "32"), {"max_model_len", "headroom", "max_headroom", "block_size"}),
+        ("chat", (), {"max_model_len", "headroom", "enable_prefix_caching"}),
+    ],
+)
+def test_it_ends_with_a_command_that_serves_as_advised(
+    load: str, flags: tuple[str, ...], settings: set[str], command: CommandLine
+) -> None:
+    line = command("workload", load, *flags).out.splitlines()[-1]
+    report = command("workload", load, *flags, "--json").json
+    assert report["serve"] == line
+    config, advice = command.served(line), report["advice"]
+    assert config.max_model_len == advice["max_model_len"]
+    assert config.headroom == pytest.approx(min(0.5, advice["headroom"]), abs=0.0006)
+    assert config.enable_prefix_caching == (advice["prefix_caching"] is not False)
+
+
+def test_lengths_in_words_limit_nothing(command: CommandLine, log: Path, tiny_model: Callable[..., Path]) -> None:
+    model = str(tiny_model("llama"))
+    in_words = command.served(command("workload", str(log), "--json").json["serve"])
+    in_tokens = command.served(command("workload", str(log), "--tokenizer", model, "--json").json["serve"])
+    assert (in_words.model, in_words.max_model_len) == ("demo", None)
+    assert (in_tokens.model, in_tokens.max_model_len) == (model, 512)

@@ -1,0 +1,123 @@
+"""Command lines that start llmsched, vLLM or SGLang with the memory plan of kv-budget."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from llmsched.cli.kv_budget.analysis import BudgetAnalysis
+from llmsched.cli.options.engine_flags import serve_command
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.device import DeviceMemory
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.memory.vllm_profile import vllm_defaults
+
+OtherEngine = Literal["vllm", "vllm-0.16", "sglang"]
+
+_GIB = 1 << 30
+
+
+def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
+    """Return the command that starts `engine` with the analysis's model, dtypes, lengths and memory.
+
+    Raises ConfigError if MODEL is a config.json that names no model.
+    """
+    model = _model(analysis)
+    if model is None:
+        raise ConfigError("emit", f"{analysis.spec} names no model; give its directory or its hub id as MODEL")
+    return shlex.join(_sglang(analysis, model) if engine == "sglang" else _vllm(analysis, model))
+
+
+def serve_line(analysis: BudgetAnalysis) -> str | None:
+    """Return the `llmsched serve` command of the plan or, if it does not fit, of the cheapest change on this device.
+
+    The result is None if no such command works, or if the plan is for vLLM.
+    """
+    config = analysis.config
+    if analysis.planner.profile is not None:
+        return None
+    if not analysis.fits:
+        here = (each for each in analysis.changes if each.servable and each.settings and "gpu" not in each.settings)
+        if (change := next(here, None)) is None:
+            return None
+        config = replace(config, **change.settings)
+    model = "demo" if analysis.spec == "demo" else _model(analysis)
+    if model is None or analysis.refusal or analysis.kv_dtype.startswith("fp8"):
+        return None
+    given = {f.name: getattr(config, f.name) for f in fields(EngineConfig) if f.name != "model"}
+    defaults = {f.name: f.default for f in fields(EngineConfig)}
+    return serve_command(model, {name: value for name, value in given.items() if value != defaults[name]})
+
+
+def with_vllm_defaults(config: EngineConfig, given: Mapping[str, Any], device: DeviceMemory) -> EngineConfig:
+    """Return `config` with vLLM's defaults for a GPU in place of ours. Settings in `given` are not changed."""
+    defaults = vllm_defaults(device) if device.kind == "cuda" else {}
+    return replace(config, **{name: value for name, value in defaults.items() if name not in given})
+
+
+def _model(analysis: BudgetAnalysis) -> str | None:
+    """Return the model as a directory, a .gguf file or a hub id, or None if MODEL is a config.json without a model.
+
+    A config.json belongs to the model files beside it, or else to the hub id that it states, or that its file is named
+    after (ORGANISATION--NAME_config.json).
+    """
+    spec, path = analysis.spec, Path(analysis.spec)
+    if path.suffix != ".json":
+        return str(analysis.planner.directory) if spec == "demo" else spec
+    weights = (file for suffix in ("safetensors", "bin") for file in path.parent.glob(f"*.{suffix}"))
+    if path.name == "config.json" and any(weights):
+        return str(path.parent)
+    stated = str(analysis.planner.content.get("_name_or_path") or "")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", stated) and not Path(stated).exists():
+        return stated
+    named = re.fullmatch(r"([\w.]+(?:-[\w.]+)*)--([\w.-]+?)(?:_config)?", path.stem)
+    if named:
+        return f"{named[1]}/{named[2]}"
+    return str(path.parent) if path.name == "config.json" else None
+
+
+def _vllm(analysis: BudgetAnalysis, model: str) -> Iterator[str]:
+    plan, config = analysis.plan, analysis.config
+    if plan.device.kind == "cpu":
+        yield from ("env", f"VLLM_CPU_KVCACHE_SPACE={-(-plan.available_kv_bytes // _GIB)}")
+    yield from ("vllm", "serve", model, "--dtype", analysis.dtype)
+    yield from _online_fp8(analysis)
+    if analysis.kv_dtype != analysis.dtype:
+        yield from ("--kv-cache-dtype", analysis.kv_dtype)
+    yield from ("--max-model-len", str(plan.max_model_len), "--max-num-seqs", str(plan.max_num_seqs_limit))
+    yield from ("--max-num-batched-tokens", str(plan.max_num_batched_tokens), "--block-size", str(plan.block_size))
+    if config.num_gpu_blocks_override is not None:
+        yield from ("--num-gpu-blocks-override", str(config.num_gpu_blocks_override))
+    elif plan.device.kind == "cuda" and config.kv_cache_memory_bytes is not None:
+        yield from ("--kv-cache-memory-bytes", str(config.kv_cache_memory_bytes))
+    if plan.device.kind == "cuda":
+        yield from ("--gpu-memory-utilization", f"{plan.utilisation:g}")
+
+
+def _sglang(analysis: BudgetAnalysis, model: str) -> Iterator[str]:
+    """Yield the words of the command. SGLang's memory fraction covers weights and KV, but not activations."""
+    plan, config = analysis.plan, analysis.config
+    yield from ("python", "-m", "sglang.launch_server", "--model-path", model, "--dtype", analysis.dtype)
+    yield from _online_fp8(analysis)
+    if analysis.kv_dtype != analysis.dtype:
+        names = {"fp8": "fp8_e4m3", "bfloat16": "bf16"}
+        yield from ("--kv-cache-dtype", names.get(analysis.kv_dtype, analysis.kv_dtype))
+    yield from ("--context-length", str(plan.max_model_len), "--max-running-requests", str(plan.max_num_seqs_limit))
+    yield from ("--chunked-prefill-size", str(plan.max_num_batched_tokens), "--page-size", str(plan.block_size))
+    if plan.device.kind == "cpu":
+        yield from ("--device", "cpu")
+    if plan.device.kind == "cpu" or config.kv_cache_memory_bytes or config.num_gpu_blocks_override:
+        yield from ("--max-total-tokens", str(plan.num_tokens))
+    else:
+        static = plan.weights_bytes + plan.kv_bytes
+        yield from ("--mem-fraction-static", f"{static / plan.device.total:.3f}")
+
+
+def _online_fp8(analysis: BudgetAnalysis) -> Iterator[str]:
+    """Yield the flag of vLLM and SGLang that quantises 16-bit weights while loading, if --quantization asks for it."""
+    if analysis.quantization:
+        yield from ("--quantization", analysis.quantization)
