@@ -55,7 +55,7 @@ def serve_line(analysis: BudgetAnalysis) -> str | None:
 
 def with_vllm_defaults(config: EngineConfig, given: Mapping[str, Any], device: DeviceMemory) -> EngineConfig:
     """Return `config` with vLLM's defaults for a GPU in place of ours. Settings in `given` are not changed."""
-    defaults = vllm_defaults(device) if device.kind == "cuda" else {}
+    defaults: Mapping[str, Any] = vllm_defaults(device) if device.kind == "cuda" else {}
     return replace(config, **{name: value for name, value in defaults.items() if name not in given})
 
 
