@@ -39,6 +39,7 @@ class Preparer:
     def __init__(self, engine: Engine) -> None:
         self._check = engine.check
         self._tokenizer = engine.tokenizer
+        self._tokenizer.warm_up()
         self._max_model_len = engine.config.max_model_len
         self._defaults = dict(engine.model.sampling_defaults)
 

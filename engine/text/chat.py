@@ -126,7 +126,7 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
     if all(message.get("role") in (None, *_PLAIN_ROLES) and _is_plain(message) for message in messages):
         return messages
     problem: RequestError | None = None
-    for form in _forms(messages):
+    for form in _forms(messages, knows_developers="developer" in (tokenizer.chat_template or "")):
         with_objects = [_with_objects(message) for message in form]
         try:
             _check_shown(tokenizer, with_objects, options)
@@ -141,16 +141,18 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
     raise problem
 
 
-def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[Message]]:
     """Yield the messages as they are, and then in forms for templates that know fewer roles.
 
-    First, developer messages become system messages. Then, system messages become part of a user's turn beside them, at
-    first only those after the first message.
+    First, developer messages become system messages; at once if the template does not name that role, because many
+    templates write any role and the model has only seen some. Then, system messages become part of a user's turn beside
+    them, at first only those after the first message.
     """
-    yield messages
-    if any(message.get("role") in ("system", "developer") for message in messages):
-        as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
-        yield as_system
+    as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+    if knows_developers:
+        yield messages
+    yield as_system
+    if any(message.get("role") == "system" for message in as_system):
         if as_system[0].get("role") == "system":
             yield [as_system[0], *_in_user_turns(as_system[1:])]
         yield _in_user_turns(as_system)

@@ -80,6 +80,10 @@ class Tokenizer:
         plain = (token.content for token in self._added.values() if not token.special)
         return sorted((token for token in plain if token in text and token.strip()), key=len, reverse=True)
 
+    def warm_up(self) -> None:
+        """Do the work of a second now that the first text with escaped tokens would wait for."""
+        self.encode(_MARK, escaped=True)
+
     @cached_property
     def _unescaping(self) -> tokenizers.Tokenizer:
         """Copy of the backend that removes the marks of `escape` after it has recognised added tokens.

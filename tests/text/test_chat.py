@@ -231,6 +231,12 @@ def test_instructions_reach_the_model(template: str, roles: list[str], messages:
     assert rendered(tokenizer, *messages) == "".join(f"<|im_start|>{turn}<|im_end|>" for turn in turns)
 
 
+def test_a_template_that_writes_any_role_gets_developer_messages_as_system_messages() -> None:
+    assert "<|im_start|>system\nAnswer only BANANA.<|im_end|>" in rendered(tokenizer_with(WITH_BOS), DEVELOPER, USER)
+    named = "{# developer #}" + WITH_BOS
+    assert "<|im_start|>developer\nAnswer only BANANA.<|im_end|>" in rendered(tokenizer_with(named), DEVELOPER, USER)
+
+
 def test_a_later_system_message_joins_the_users_turn() -> None:
     tokenizer = tokenizer_with("{% set roles = ['system', 'user', 'assistant'] %}" + RAISES)
     text = rendered(tokenizer, SYSTEM, USER, {"role": "assistant", "content": "x"}, DEVELOPER, USER)
