@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from command_line import CommandLine, Outcome
 
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.runners import EngineRunner
+from llmsched.cli.tune.runners import CpuTimes, EngineRunner
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine import build
 from llmsched.engine.config import EngineConfig
@@ -71,6 +72,42 @@ def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outc
     assert "settings work (no SLO was given)" in outcome.out
     assert f"serve --profile {tmp_path / 'here.toml'}" in outcome.out
     assert "no SLO given" in outcome.err
+
+
+def test_without_an_slo_nothing_is_written_unasked(
+    tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """U08: what is optimised and where the profile goes is said first; it is written after a question on a terminal."""
+    few = ("--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "16")
+    outcome = tune(*few)
+    assert outcome.code == 0
+    assert outcome.err.index("the highest throughput under this load wins") < outcome.err.index("loading")
+    assert outcome.err.index("no profile will be written: without an SLO that needs --output") < outcome.err.index(
+        "loading"
+    )
+    assert "no profile was written; to save these settings, run the command again with --output NAME" in outcome.out
+    assert not list((tmp_path / "profiles").iterdir())
+
+    asked: list[str] = []
+
+    def answer(question: str, **options: object) -> bool:
+        asked.append(question)
+        return len(asked) > 1
+
+    for name in ("stdin", "stderr"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True)
+    monkeypatch.setattr(typer, "confirm", answer)
+    assert "no profile was written" in tune(*few).out
+    assert "use it with" in tune(*few).out
+    written = list((tmp_path / "profiles").iterdir())
+    assert asked == [f"write these settings to {written[0]}?"] * 2
+
+
+def test_a_busy_machine_is_named(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    """U03: in the words of bench."""
+    monkeypatch.setattr(CpuTimes, "others_until", lambda self, later: 0.6)
+    outcome = tune("--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "16")
+    assert "runs may be too slow, because this machine was busy with other work, which used up to 60%" in outcome.err
 
 
 def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

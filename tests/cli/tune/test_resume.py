@@ -12,7 +12,7 @@ from virtual_time import run_virtual
 
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting, powers_of_two
-from llmsched.cli.tune.race import Race, rung_lengths
+from llmsched.cli.tune.race import OutOfTimeError, Race, rung_lengths
 from llmsched.cli.tune.resume import ResumableRunner, state_path
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import TrialHistory
@@ -85,6 +85,19 @@ def test_no_run_is_made_twice_and_the_result_is_the_same(tmp_path: Path, most: i
     assert first.log + second.log == whole.log
     assert found.trials() == expected.trials()
     assert found.best() == expected.best()
+
+
+def test_the_time_limit_ends_a_run(tmp_path: Path) -> None:
+    """U03: the run is dropped, not counted as a failure of its setting."""
+
+    async def main() -> float:
+        runner = ResumableRunner(steady(), tmp_path / "s.jsonl", ABOUT, resume=False, deadline=5.0)
+        with pytest.raises(OutOfTimeError):
+            await runner.run(Setting(64, 8), 8, 0)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 5.0
+    assert "run" not in (tmp_path / "s.jsonl").read_text().splitlines()[-1]
 
 
 def test_a_setting_that_broke_is_not_tried_again(tmp_path: Path) -> None:

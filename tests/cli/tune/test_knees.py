@@ -1,0 +1,275 @@
+"""Settings judged by their knees: the choice is never worse than the default, and the report says how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine, Outcome
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_machine import made_run
+from virtual_time import run_virtual
+
+from llmsched.cli.figures.measure import measure
+from llmsched.cli.load.load import Load
+from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
+from llmsched.cli.tune.choice import Chooser
+from llmsched.cli.tune.knees import KneeBounds, KneeFinder, given_rate
+from llmsched.cli.tune.knob_search import SearchSpace
+from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.race import OutOfTimeError, Race
+from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
+from llmsched.cli.tune.trials import TrialHistory, judge
+from llmsched.cli.tune.tuning import TuneTask, tune_simulated
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.goodput import Slo
+from llmsched.engine.progress import silent
+from llmsched.profiles.tuned import load_profile
+
+CONFIGS = Path(__file__).parents[2] / "data" / "model_configs"
+QWEN = str(CONFIGS / "Qwen--Qwen3-8B_config.json")
+SLO = Slo(ttft=0.8)
+SMALL, MIDDLE, DEFAULT, LARGE = (Setting(tokens, 8) for tokens in (32, 512, 2048, 4096))
+
+
+def tuned(load: Load, slo: Slo, gpu: str, path: Path) -> tuple[Setting, Setting, float | None]:
+    """Return the default, tune's choice (the default if no setting meets the SLOs), and the knee of the choice."""
+    task = TuneTask(
+        model=QWEN,
+        options=EngineOptions({}),
+        load=load,
+        slo=slo,
+        goal="goodput",
+        knobs=("max_num_batched_tokens", "target_itl"),
+        timeout=600.0,
+        rounds=1,
+        time_limit=600.0,
+        smallest=128,
+        destination=path / "tuned.toml",
+        warm_start=False,
+    )
+    outcome = asyncio.run(tune_simulated(task, gpu, silent))
+    default, best = outcome.history.default, outcome.history.best()
+    assert default is not None
+    return default, default if best is None else best.setting, outcome.rates.best.met
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    gpu=st.sampled_from(["l4", "h100"]),
+    lengths=st.sampled_from([(600, 10), (1500, 30), (4000, 20)]),
+    rate=st.sampled_from([0.5, 2.0, None]),
+    slo=st.sampled_from([Slo(ttft=0.6), Slo(ttft=1.0, tpot=0.08), Slo(ttft=2.0, itl=0.12)]),
+    seed=st.integers(0, 3),
+)
+def test_up_to_its_knee_the_choice_is_not_worse_than_the_default(
+    gpu: str, lengths: tuple[int, int], rate: float | None, slo: Slo, seed: int, tmp_path: Path
+) -> None:
+    """U01: at most 5 % less goodput than the default at any rate, as `bench --simulate` measures it."""
+    load = SyntheticLoad(
+        num_prompts=30,
+        input_len=lengths[0],
+        output_len=lengths[1],
+        request_rate=rate,
+        max_concurrency=None if rate else 2,
+        seed=seed,
+    )
+    default, chosen, knee = tuned(load, slo, gpu, tmp_path)
+    if chosen == default:
+        return
+    largest = max(chosen.max_num_batched_tokens, default.max_num_batched_tokens)
+    blueprint = make_blueprint(EngineConfig(QWEN, max_num_batched_tokens=largest), gpu)
+    for share in (0.3, 0.6, 0.8, 0.9, 1.0):
+        sent = load.at_rate(share * (knee or rate or 1.0))
+        runs = [measure(simulate_run(blueprint, sent, **asdict(each)), sent, slo) for each in (default, chosen)]
+        usual, best = (0.0 if run.goodput is None else run.goodput.requests_per_s for run in runs)
+        assert best >= 0.95 * usual, (share, chosen)
+
+
+@pytest.fixture
+def tune(command: CommandLine) -> Callable[..., Outcome]:
+    """Tune at 4 requests per second, which every setting serves: far below the knees."""
+    load = ("--request-rate", "4", "--num-prompts", "40", "--input-len", "600", "--output-len", "10")
+    few = ("--knobs", "max_num_batched_tokens", "--slo-ttft", "800ms", "--max-num-batched-tokens", "4096")
+    return lambda *arguments: command("tune", QWEN, "--simulate", "h100", *load, *few, "--output", "p", *arguments)
+
+
+def test_a_light_load_is_judged_at_the_knee(tune: Callable[..., Outcome]) -> None:
+    """U01: 4 requests/s cannot tell 128 from 2,048 tokens a step; the rate that each can serve does."""
+    report = tune("--json").json
+    rates, best = report["rates"], report["best"]["max_num_batched_tokens"]
+    assert best >= 1024
+    assert report["judged_by"] == "knee"
+    assert report["default"]["max_num_batched_tokens"] == 2048
+    assert rates["best_knee_rps"] >= rates["default_knee_rps"] > 20
+    assert rates["given_rps"] == 4
+    assert rates["given_of_knee"] == pytest.approx(4 / rates["best_knee_rps"])
+    assert rates["compared_at_rps"] == rates["default_knee_rps"]
+    assert [row["label"] for row in rates["rows"]] == ["given", "0.5 x knee", "0.8 x knee", "1 x knee", "1.2 x knee"]
+    assert rates["rows"][0]["default"]["attainment"]["all"] == 1.0
+    small = next(trial for trial in report["trials"] if trial["max_num_batched_tokens"] == 32)
+    assert not small["feasible"]
+    assert load_profile("p").knee["best_rps"] == pytest.approx(rates["best_knee_rps"], abs=1e-3)
+
+
+def test_exactly_the_given_load_and_what_comes_beyond(tune: Callable[..., Outcome]) -> None:
+    report = tune("--json", "--rate", "given").json
+    assert report["judged_by"] == "given"
+    assert report["best"]["max_num_batched_tokens"] == 2048, "of equal settings the default, not the smallest"
+    assert report["gain"] == 0.0
+    assert [(row["label"], row["rate"]) for row in report["rates"]["rows"]] == [
+        ("given", 4.0),
+        ("1.5 x given", 6.0),
+        ("2 x given", 8.0),
+    ]
+    assert any("too light to tell the settings apart, so the default stays" in note for note in report["notes"])
+
+
+def test_the_report_shows_the_default_the_gain_and_the_distance(tune: Callable[..., Outcome], tmp_path: Path) -> None:
+    outcome = tune("--report", str(tmp_path / "r.html"))
+    for text in (outcome.out, (tmp_path / "r.html").read_text()):
+        assert "requests/s, the default" in text
+        assert "by request rate" in text
+        assert "the given load, 4 requests/s, is" in text
+    assert "best, default" in outcome.out or "\ndefault" in outcome.out
+
+
+# -- on a machine whose capacity is known ------------------------------------------------------------------------
+
+
+class Capacity:
+    """RateRunner whose settings meet the SLO up to a rate. A closed or slow load takes `seconds` of virtual time."""
+
+    def __init__(self, capacity: Mapping[Setting, float], seconds: float = 1.0, margin: float = 0.5) -> None:
+        self.capacity, self.seconds, self.margin = capacity, seconds, margin
+        self.log: list[tuple[Setting, float | None]] = []
+
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+        await asyncio.sleep(self.seconds)
+        self.log.append((setting, rate))
+        sent = 4.0 if rate is None else rate
+        late = sent > self.capacity[setting]
+        run = made_run(setting, requests, round_index, 10 * min(sent, self.capacity[setting]))
+        ttft = 0.8 * (2.0 if late else 1 - self.margin)
+        samples = {**run.samples, "ttft": ThinnedSamples((ttft,), requests, ttft * requests, ttft)}
+        good = requests // 2 if late else requests
+        return replace(run, samples=samples, met={"ttft": good, "all": good})
+
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]:
+        return {}
+
+
+LOAD = SyntheticLoad(num_prompts=20, request_rate=4.0)
+
+
+def chosen(machine: Capacity, load: Load = LOAD, time_limit: float = 10_000.0) -> tuple[Setting | None, Chooser]:
+    history = TrialHistory(SLO, "goodput", default=DEFAULT)
+    budgets = tuple(setting.max_num_batched_tokens for setting in machine.capacity)
+
+    class Limited(Capacity):
+        async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+            try:
+                async with asyncio.timeout_at(time_limit):
+                    return await machine.run(setting, requests, round_index, rate)
+            except TimeoutError:
+                raise OutOfTimeError from None
+
+    async def main() -> tuple[Setting | None, Chooser]:
+        limited = Limited(machine.capacity)
+
+        async def race(rate: float | None) -> Race:
+            class At:
+                async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+                    return await limited.run(setting, requests, round_index, rate)
+
+                def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+                    return {}
+
+            return Race(At(), history, (20,), 1, time_limit)
+
+        finder = KneeFinder(limited, load, SLO, requests=20, longest=30.0, tolerance=0.04, progress=silent)
+        space = SearchSpace(("max_num_batched_tokens",), budgets, DEFAULT, 8, 0.25)
+        chooser = Chooser(history, DEFAULT, load, space, race, finder, None)
+        return await chooser.by_knee(), chooser
+
+    return run_virtual(main())
+
+
+def test_the_highest_knee_wins() -> None:
+    best, chooser = chosen(Capacity({SMALL: 5.0, MIDDLE: 61.0, DEFAULT: 40.0, LARGE: 58.0}))
+    assert best == MIDDLE
+    assert chooser.rates.best.met == pytest.approx(61.0, rel=0.04)
+    assert chooser.rates.default.met == pytest.approx(40.0, rel=0.04)
+    assert chooser.rates.compared == chooser.rates.default.met
+
+
+def test_of_equal_knees_the_default_stays() -> None:
+    best, chooser = chosen(Capacity({SMALL: 5.0, MIDDLE: 40.5, DEFAULT: 40.0, LARGE: 40.0}))
+    assert best == DEFAULT
+    assert chooser.rates.best == chooser.rates.default
+
+
+def test_a_load_past_the_knee_is_judged_as_it_is() -> None:
+    best, chooser = chosen(Capacity({MIDDLE: 6.0, DEFAULT: 3.0, LARGE: 2.0}))
+    assert best == MIDDLE
+    assert chooser.rates.compared is None
+    assert chooser.rates.default == KneeBounds(pytest.approx(3.0, rel=0.04), pytest.approx(3.0, rel=0.04))
+    assert chosen(Capacity({MIDDLE: 3.5, DEFAULT: 3.0}))[0] is None
+
+
+def test_a_load_that_every_rate_meets_is_too_light() -> None:
+    best, chooser = chosen(Capacity({SMALL: 1e9, DEFAULT: 1e9}))
+    assert best == DEFAULT
+    assert chooser.rates.light
+    assert any("the load is too light" in note for note in chooser.notes)
+
+
+def test_without_time_the_default_stays() -> None:
+    """U03: the search ends at its limit, in the middle of a run, and the default's row is there."""
+    machine = Capacity({SMALL: 5.0, MIDDLE: 61.0, DEFAULT: 40.0}, seconds=10.0)
+    best, chooser = chosen(machine, time_limit=35.0)
+    assert best == DEFAULT
+    assert [setting for setting, _ in machine.log] == [DEFAULT] * 3, "the fourth is stopped"
+    assert chooser.finder.out_of_time
+    assert any("so the default stays: --time-limit" in note for note in chooser.notes)
+    assert chooser.history.trial(DEFAULT).completed
+    nothing, chooser = chosen(machine, time_limit=5.0)
+    assert nothing is None
+    assert "nothing was measured" in chooser.notes[0]
+
+
+def test_runs_last_long_enough_to_show_a_backlog() -> None:
+    """At 100 requests/s, an SLO of 0.8 s takes 4 s, 400 requests; a measured run may last 2 s at most."""
+
+    def requests(longest: float, slo: Slo = SLO, load: Load = LOAD) -> int:
+        machine = Capacity({})
+        finder = KneeFinder(machine, load, slo, requests=20, longest=longest, tolerance=0.1, progress=silent)
+        return finder.requests(100.0)
+
+    assert requests(30.0) == 400
+    assert requests(2.0) == 200
+    assert requests(0.5) == 20, "the SLO is too loose for such a short run"
+    assert requests(30.0, Slo(tpot=0.1)) == 20
+    assert requests(30.0, load=SyntheticLoad(num_prompts=None, duration=3.0, request_rate=4.0)) > 200
+
+
+@pytest.mark.parametrize(
+    ("load", "rate"),
+    [
+        (LOAD, 4.0),
+        (SyntheticLoad(num_prompts=20, max_concurrency=4), 3.0),
+        (SyntheticLoad(num_prompts=20), float("inf")),
+        (SyntheticLoad(num_prompts=20, request_rate=2.0, arrivals="ramp", ramp_to=9.0), None),
+    ],
+)
+def test_the_rate_of_a_load(load: Load, rate: float | None) -> None:
+    served = judge(DEFAULT, [made_run(DEFAULT, 20, 0, 30.0)], SLO)
+    assert given_rate(load, served) == rate
