@@ -120,19 +120,24 @@ def tune(
     slo: Slo,
     engine_options: EngineOptions,
 ) -> None:
-    """Find the settings with the highest goodput or throughput that meet your latency targets.
+    """Find the settings that meet your latency targets at the highest request rate.
 
-    The command serves the same load (4 requests at a time by default) with each setting. It tries powers of two for
-    max_num_batched_tokens, then varies max_num_seqs, headroom and target_itl in turn, each time starting from the best
-    setting so far. Every setting gets a short run, and the better half a longer one. Then the leaders take turns with
-    full runs until the winner is clear. With --simulate, if time allows, every setting gets one full run, with the
-    figures of `bench --simulate`. The winner is saved as a profile for `llmsched serve --profile`. The exit code is 1
-    if no setting meets the targets.
+    A load that the server carries easily cannot tell settings apart. So the command first finds the default's knee, the
+    highest rate at which it meets the targets, and compares the settings there: powers of two for
+    max_num_batched_tokens, then max_num_seqs, headroom and target_itl in turn, from the best setting so far. Every
+    setting gets a short run, the better half a longer one, the leaders full ones. Then the rate rises until the last
+    setting misses a target. If the given load (by default 4 requests at a time) is past the default's knee, or with
+    --rate given, the settings are compared under the given load, by --maximize. Among equal settings the larger margin
+    to the targets wins, then the default, which stays if the load or the time does not suffice to beat it.
+
+    With --simulate, every setting gets one full run, with the figures of `bench --simulate`. The winner is saved as a
+    profile for `llmsched serve --profile`; without targets, only with --output or after a question on a terminal. The
+    exit code is 1 if no setting meets the targets.
 
     \b
     Examples:
       llmsched tune demo --slo-ttft 800ms --slo-itl 50ms
-      llmsched tune demo --max-concurrency 16 --input-len 512 --slo-tpot 60ms --maximize throughput
+      llmsched tune demo --max-concurrency 16 --input-len 512 --slo-tpot 60ms --rate given --maximize throughput
       llmsched tune demo --request-rate 3 --knobs max_num_batched_tokens --time-limit 10min --output chat
       llmsched tune Qwen/Qwen3-8B --simulate h100 --workload azure-code --slo-ttft 2s --report curve.html
     """
