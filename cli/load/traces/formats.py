@@ -194,7 +194,7 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if not isinstance(speaker, str):
             raise row.wrong(f"from is {shown(speaker)}; allowed are {', '.join(_ROLES)}")
-        if (role := _ROLES.get(speaker)) is None:
+        if (role := _ROLES.get(speaker.lower())) is None:
             options.skipped[speaker] += 1
         elif not isinstance(text, str):
             raise row.wrong(f"value is {shown(text)}; allowed is text")

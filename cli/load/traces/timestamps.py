@@ -25,10 +25,8 @@ UNITS: dict[TimestampUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 #: Numbers between these, as seconds since 1970, look like Unix timestamps: 2001-09-09 to 2099-12-03.
 _EPOCH = (1e9, 4.1e9)
 
-#: Plausible mean gaps between requests in seconds. Below the first, only few requests with whole numbers are believed:
-#: a trace in milliseconds has whole numbers, one in seconds has fractions or many requests with the same second.
-_GAPS = (0.01, 300.0)
-_FEW, _LEAST_GAP = 10, 0.001
+#: Plausible mean gaps between requests in seconds: of fractions, which milliseconds seldom have, and of whole numbers.
+_GAPS, _WHOLE_GAPS = (0.01, 300.0), (0.001, 300.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +88,9 @@ def _likely_unit(values: Sequence[float], stated: TimestampUnit, fixed: bool) ->
     for unit, per_second in UNITS.items():
         if _EPOCH[0] <= low / per_second and high / per_second <= _EPOCH[1]:
             return unit
-    gap, whole = (high - low) / max(1, len(values) - 1), all(value.is_integer() for value in values)
-    least = _LEAST_GAP if whole and len(values) < _FEW else _GAPS[0]
-    if fixed or gap == 0 or least <= gap / UNITS[stated] <= _GAPS[1]:
+    gap = (high - low) / max(1, len(values) - 1)
+    least, most = _WHOLE_GAPS if all(value.is_integer() for value in values) else _GAPS
+    if fixed or gap == 0 or least <= gap / UNITS[stated] <= most:
         return stated
-    likely: list[TimestampUnit] = [u for u, n in UNITS.items() if _GAPS[0] <= gap / n <= _GAPS[1]]
+    likely: list[TimestampUnit] = [u for u, n in UNITS.items() if least <= gap / n <= most]
     return min(likely, key=lambda u: abs(math.log(gap / UNITS[u])), default=stated)

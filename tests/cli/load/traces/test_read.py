@@ -373,6 +373,7 @@ def bailian(*stamps: float) -> str:
         (bailian(*(round(0.733 * n, 3) for n in range(60))), 43.247, "timestamps in s"),
         (mooncake(*(0.733 * n for n in range(60))), 43.247, "as their size shows (--timestamp-unit ms overrides)"),
         (mooncake(*(n // 2 for n in range(60))), 29, "timestamps in s, as"),
+        (mooncake(*(5 * n for n in range(60))), 0.295, "timestamps in ms"),
         (mooncake(*(733 * n for n in range(60))), 43.247, "timestamps in ms"),
         (mooncake(*(733_000 * n for n in range(60))), 43.247, "timestamps in us, as"),
         (json.dumps({"timestamp": 5, "messages": [{"role": "user"}], "output_length": 3}), 0, "timestamps in ms"),
