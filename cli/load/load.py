@@ -14,18 +14,22 @@ from typing import Any, Self
 
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
 from llmsched.cli.load.arrivals import Times
-from llmsched.cli.load.prompts import Prompt, TextEncoder, Vocabulary
+from llmsched.cli.load.prompts import Prompt, RandomPrompt, TextEncoder, Vocabulary
 from llmsched.cli.load.schedule import SHAPES, Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Request of a load, due `offset` seconds after the start (ignored in a closed loop), for `output_len` tokens."""
+    """Request of a load, due `offset` seconds after the start (ignored in a closed loop), for `output_len` tokens.
+
+    `cache_salt` is for texts, which are the same in each run. Random prompts need none.
+    """
 
     index: int
     offset: float
     prompt: Prompt
     output_len: int
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,10 @@ class Load(Schedule, ABC):
         Without `encode`, each word of an answer counts as one token.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
-        return [PlannedRequest(index, *part) for index, part in enumerate(parts)]
+        return [
+            PlannedRequest(index, *part, None if isinstance(part[1], RandomPrompt) else self.cache_salt)
+            for index, part in enumerate(parts)
+        ]
 
     @cached_property
     def _offsets(self) -> Times:

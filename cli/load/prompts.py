@@ -40,17 +40,9 @@ PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """Prompt of token ids or of text; the other is None. Each access computes the value again.
-
-    `cache_salt` keeps a server from serving the prompt from its cache of other runs. Random prompts have none, because
-    they are new in each run.
-    """
+    """Prompt of token ids or of text; the other is None. Each access computes the value again."""
 
     __slots__ = ()
-
-    @property
-    def cache_salt(self) -> str | None:
-        return None
 
     @property
     def length(self) -> int:
@@ -149,15 +141,8 @@ class RandomPrompt(Prompt):
 class EncodedPrompt(Prompt):
     """Prompt of given token ids."""
 
-    __slots__ = ("_cache_salt", "_token_ids")
-
-    def __init__(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
+    def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = np.array(token_ids, dtype=np.int32)  # a fifth of the memory of a list
-        self._cache_salt = cache_salt
-
-    @property
-    def cache_salt(self) -> str | None:
-        return self._cache_salt
 
     @property
     def length(self) -> int:
@@ -178,11 +163,6 @@ class TextPrompt(Prompt):
     """Prompt that is sent as text."""
 
     content: Content
-    salt: str | None = None
-
-    @property
-    def cache_salt(self) -> str | None:
-        return self.salt
 
     @property
     def length(self) -> int:

@@ -115,11 +115,11 @@ class TraceLoad(Load):
             if request.content is None:
                 yield RandomPrompt(self.token_seed, tuple(self._parts(index, request)), vocabulary)
             elif encode is not None and not vocabulary.of_words:
-                yield EncodedPrompt(encode.prompt(request.content)[: self.max_input_len], self.cache_salt)
+                yield EncodedPrompt(encode.prompt(request.content)[: self.max_input_len])
             elif self.max_input_len is not None:
                 raise ConfigError("max_input_len", "prompts that are sent as text cannot be cut at a token")
             else:
-                yield TextPrompt(request.content, self.cache_salt)
+                yield TextPrompt(request.content)
 
     def _parts(self, index: int, request: TraceRequest) -> Iterator[Part]:
         """Yield one part per block of a prompt. Without blocks, yield one part that no other prompt shares."""

@@ -190,8 +190,8 @@ class HttpTarget:
             body["model"] = self._model
         if self._options.ignore_eos:
             body["ignore_eos"] = True
-        if self.salts and prompt.cache_salt is not None:
-            body["cache_salt"] = prompt.cache_salt
+        if self.salts and request.cache_salt is not None:
+            body["cache_salt"] = request.cache_salt
         if self._options.endpoint == "chat":
             body["messages"] = prompt.messages
         else:
