@@ -279,6 +279,22 @@ def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), None)
 
 
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' warnings and progress bars in the `with` block; llmsched reports problems itself."""
+    from transformers.utils import logging as theirs
+
+    verbosity, bar = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(logging.CRITICAL)
+    theirs.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(verbosity)
+        if bar:
+            theirs.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
     """Build the transformers config, or return None if transformers does not know the model_type.
 
@@ -292,7 +308,8 @@ def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
         return None
     settings = {name: value for name, value in content.items() if name not in ("model_type", "auto_map")}
     try:
-        return AutoConfig.for_model(model_type, **settings)
+        with quiet_transformers():
+            return AutoConfig.for_model(model_type, **settings)
     except Exception as problem:  # config classes raise whatever their arithmetic or validation raises
         raise ModelError(f"config of type {model_type} is invalid: {' '.join(str(problem).split())}") from problem
 

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from logging import CRITICAL
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.dtypes import planned_dtype
-from llmsched.engine.architecture.fields import read_fields, read_json_object
+from llmsched.engine.architecture.fields import quiet_transformers, read_fields, read_json_object
 from llmsched.engine.architecture.quantization import settings_of, with_quantization_file
 from llmsched.engine.architecture.shape import max_position
 from llmsched.engine.config import EngineConfig
@@ -158,7 +157,7 @@ def load_model(
         weights = open_checkpoint(source.path)
     state = with_progress(weights, f"loading {source.name}", progress)
     model_class = getattr(transformers, architecture_of(config))
-    with _quiet_transformers():
+    with quiet_transformers():
         model, report = model_class.from_pretrained(
             None,
             config=config,
@@ -248,29 +247,13 @@ def _as_ids(value: Any) -> frozenset[int]:
 @contextmanager
 def _reading(source: ModelSource, what: str) -> Iterator[None]:
     """Convert any error that a library raises on a damaged or unknown file to a ModelError that names `what`."""
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             yield
         except ModelError:
             raise
         except Exception as error:
             raise ModelError(f"model {source.spec}: {what} cannot be read: {one_line(error)}") from error
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings and progress bars; this module raises errors and reports progress itself."""
-    from transformers.utils import logging
-
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(CRITICAL)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
