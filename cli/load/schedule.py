@@ -46,8 +46,8 @@ class Schedule:
     duration: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("seed", "prompt_seed"):
-            check_range(name, value := getattr(self, name), value >= 0, "0 or more")
+        check_range("seed", self.seed, self.seed >= 0, "0 or more")
+        check_range("prompt_seed", self.prompt_seed, 0 <= self.prompt_seed < 1 << 32, f"0 to {(1 << 32) - 1}")
         if (most := self.max_concurrency) is not None:
             check_range("max_concurrency", most, 1 <= most <= MOST_REQUESTS, f"1 to {MOST_REQUESTS}")
         if (rate := self.request_rate) is not None:
