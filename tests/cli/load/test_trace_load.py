@@ -173,6 +173,20 @@ def test_warm_up_has_the_median_lengths() -> None:
     assert load().one_by_one(2, seed=1).describe() == "closed loop, 1 at a time"
 
 
+def test_the_prompt_seed_changes_tokens_only() -> None:
+    """U02: blocks, own prompts and warm-up have new tokens; lengths, times and the fingerprint stay."""
+    requests = tuple(TraceRequest(line, float(line), 600, 4, hash_ids) for line, hash_ids in ((0, (3, 4)), (1, ())))
+    one, other = (
+        TraceLoad(trace=Trace("m", "mooncake", requests, timed=True), prompt_seed=seed, output_len=4) for seed in (1, 2)
+    )
+    for of_one, of_other in ((one, other), (one.head(2, seed=7), other.head(2, seed=7))):
+        for a, b in zip(of_one.plan(COMMON_IDS), of_other.plan(COMMON_IDS), strict=True):
+            assert (a.offset, a.output_len, a.prompt.length) == (b.offset, b.output_len, b.prompt.length)
+            assert (a.prompt.token_ids or [])[:16] != (b.prompt.token_ids or [])[:16]
+    facts, others = one.parameters(), other.parameters()
+    assert (facts["prompt_seed"], facts["fingerprint"]) == (1, others["fingerprint"])
+
+
 def test_parameters_name_the_trace_and_a_fingerprint() -> None:
     facts = load(speedup=2.0).parameters()
     assert (facts["trace"], facts["num_prompts"], facts["speedup"], facts["zero_lengths"]) == ("t.csv", 4, 2.0, 2)
