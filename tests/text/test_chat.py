@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import BOS, build_tokenizer
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
@@ -300,3 +305,45 @@ def test_the_final_message_can_be_continued() -> None:
     with pytest.raises(RequestError, match="both true") as caught:
         render_chat(tokenizer_with(WITH_BOS), [USER], continue_final_message=True, add_generation_prompt=True)
     assert caught.value.param == "continue_final_message"
+
+
+KINDS: dict[str, Any] = {
+    "byte level": (None, pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "byte level, NFC": (normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "SentencePiece": (None, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "SentencePiece, every part": (None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "SentencePiece in the normaliser": (
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        None,
+    ),
+}
+
+
+@cache
+def of_kind(kind: str, *special: str) -> Tokenizer:
+    normalizer, pre_tokenizer = KINDS[kind]
+    backend = tokenizers.Tokenizer(models.BPE())
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "▁", "\n", " "]
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["user assistant The quick <|pad|> fox hello <|pad|> is|>\n hello is"] * 9, trainer)
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS)
+    fast.chat_template = WITH_BOS
+    return Tokenizer(fast)
+
+
+PIECES = st.sampled_from([*" <|>pad\nheliosé", "<|pad|>", "hello", "\ufdd0\ufdd1"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(texts=st.lists(st.lists(PIECES, max_size=9).map("".join), min_size=1, max_size=4))
+def test_a_special_token_in_a_message_is_as_if_the_tokenizer_did_not_have_it(kind: str, texts: list[str]) -> None:
+    own = (BOS, "<|im_start|>", "<|im_end|>")
+    knows, does_not = of_kind(kind, *own, "<|pad|>"), of_kind(kind, *own)
+    messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+    ids = render_chat(knows, messages)
+    assert ids == does_not.fast.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
