@@ -89,7 +89,7 @@ class Tokenizer:
         """Copy of the backend that removes the marks of `escape` after it has recognised added tokens.
 
         The backend looks for added tokens in the raw text, then normalises the text between them, and then looks for
-        those added tokens that are declared as normalised; the copy has no special token of that kind.
+        those added tokens that are declared as normalised; the copy has only blank tokens of that kind.
         """
         from tokenizers import AddedToken, Tokenizer, normalizers
 
@@ -106,7 +106,7 @@ class Tokenizer:
                     normalized=False,
                 )
                 for token in self._added.values()
-                if token.special and token.normalized
+                if token.normalized and token.content.strip(" \t\n" + _SPIECE_SPACE)
             ]
         )
         return copy
