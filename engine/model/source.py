@@ -104,8 +104,11 @@ def cached_config(repo_id: str) -> Path | None:
 def _check_reachable(repo_id: str) -> None:
     """Ask the hub for config.json's headers, once. A download would retry for half a minute without a connection."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError
 
-    if not constants.HF_HUB_OFFLINE:
+    with suppress(EntryNotFoundError):  # the loader says what the repository lacks
+        if constants.HF_HUB_OFFLINE:
+            return
         get_hf_file_metadata(hf_hub_url(repo_id, "config.json"), timeout=_HUB_TIMEOUT)
 
 

@@ -17,9 +17,13 @@ WIDTH, DRAWS = 600, 4096
 
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use few candidates, so that nuclei of this small vocabulary are found at the first, second and last try."""
+    """Use few candidates, so that nuclei of this small vocabulary are found at the first, second and last try.
+
+    Few rows are sorted at one time.
+    """
     monkeypatch.setattr(filters, "CANDIDATES", 8)
     monkeypatch.setattr(filters, "CANDIDATES_GROWTH", 8)
+    monkeypatch.setattr(filters, "SORTED_BYTES", 4 * 100 * WIDTH)
 
 
 def probabilities(
