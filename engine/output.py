@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmsched.engine.latency import tpot
+from llmsched.engine.latency_definitions import tpot
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason, Request, RequestOutput, TokenLogprob
 from llmsched.engine.scheduler.scheduler import Update

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from llmsched.cli.figures.client_lag import ClientLag, client_lag, judge_lag
 from llmsched.cli.figures.kv_memory import MemoryUsage, TargetState, memory_usage
+from llmsched.cli.figures.latency_distributions import Latencies, ReadingPauses, latencies_of, reading_pauses
 from llmsched.cli.figures.record import RequestRecord, RunRecord
-from llmsched.cli.figures.run_latencies import Latencies, ReadingPauses, latencies_of, reading_pauses
 from llmsched.cli.figures.throughput import Rates, rates_of
 from llmsched.cli.figures.token_times import CHUNKS, RETOKENISED, CountTokens, ServedRequest, served, worst_source
 from llmsched.cli.load.load import Load
 from llmsched.engine.goodput import Goodput, Slo, goodput
-from llmsched.engine.latency import RequestLatency
+from llmsched.engine.latency_definitions import RequestLatency
 
 #: A prefix hit rate this far above what the load allows is reported. Shares of texts are in bytes, hit rates in tokens.
 _EXCESS = 0.05

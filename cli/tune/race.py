@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.pruning import hopeless
+from llmsched.cli.tune.predicted_pruning import hopeless
 from llmsched.cli.tune.trial_runs import TrialRun, failed_run
 from llmsched.cli.tune.trials import TrialHistory
 

@@ -19,7 +19,7 @@ from llmsched.cli.tune.knobs import KNOBS, Setting, describe, knob_in_words, var
 from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, figure_name
 from llmsched.cli.tune.tuning import TuneOutcome
 from llmsched.engine.goodput import Slo
-from llmsched.engine.latency import DEFINITIONS
+from llmsched.engine.latency_definitions import DEFINITIONS
 from llmsched.profiles.toml_files import Scalar
 from llmsched.profiles.tuned import TunedProfile, profile_dir
 

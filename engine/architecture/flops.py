@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llmsched.engine.architecture.fields import ConfigCache, Fields, read_fields, size_errors
+from llmsched.engine.architecture.config_fields import ConfigCache, Fields, read_fields, size_errors
 from llmsched.engine.architecture.geometry import LayerGroup, LayerReader
 from llmsched.engine.architecture.parameters import add_up
 from llmsched.engine.architecture.quantization import Arithmetic, Quantization, quantization_of

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmsched.engine.architecture.fields import Fields, read_fields
+from llmsched.engine.architecture.config_fields import Fields, read_fields
 from llmsched.engine.architecture.quantization import quantization_of
 from llmsched.engine.architecture.recurrent import state_bytes
 from llmsched.engine.errors import ModelError

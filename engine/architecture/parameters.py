@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from llmsched.engine.architecture.config_fields import Fields
 from llmsched.engine.architecture.families import FAMILIES, DecoderParts, Switch
-from llmsched.engine.architecture.fields import Fields
 from llmsched.engine.architecture.geometry import LayerReader
 from llmsched.engine.architecture.recurrent import DeltaNetSizes, Mamba2Sizes
 

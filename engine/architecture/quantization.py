@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from llmsched.engine.architecture.fields import Fields, nested_text, read_json_object
+from llmsched.engine.architecture.config_fields import Fields, nested_text, read_json_object
 from llmsched.engine.errors import ConfigError, ModelError
 
 #: Name of the file in which ModelOpt describes the quantisation of the checkpoint beside it.

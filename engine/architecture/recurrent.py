@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmsched.engine.architecture.fields import Fields
+from llmsched.engine.architecture.config_fields import Fields
 
 _FLOAT32 = 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmsched.engine.architecture.fields import nested_text
+from llmsched.engine.architecture.config_fields import nested_text
 
 Settings = Mapping[str, Any]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.architecture.fields import UNDERSTOOD, UNREAD, Fields, transformers_config
-from llmsched.engine.architecture.layer_lists import standardise
+from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, transformers_config
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantization import Quantization, quantization_of
+from llmsched.engine.architecture.standard_settings import standardise
 from llmsched.engine.architecture.vision import can_be_built, encoder_parameters
 from llmsched.engine.errors import ModelError
 from llmsched.engine.lfs_pointer import refuse_lfs_pointer

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from llmsched.engine.architecture.fields import read_fields
+from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.shape import rotary_limit
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmsched.engine.architecture.config_fields import ConfigCache, read_config_file
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
-from llmsched.engine.architecture.fields import ConfigCache, read_config_file
 from llmsched.engine.architecture.quantization import (
     named_format,
     quantised_config,

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from llmsched.engine.architecture.config_fields import quiet_transformers, read_fields, read_json_object
 from llmsched.engine.architecture.dtypes import planned_dtype
-from llmsched.engine.architecture.fields import quiet_transformers, read_fields, read_json_object
 from llmsched.engine.architecture.quantization import settings_of, with_quantization_file
 from llmsched.engine.architecture.shape import max_position
 from llmsched.engine.config import EngineConfig

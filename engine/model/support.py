@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.architecture.fields import ConfigCache, nested_text, transformers_config
+from llmsched.engine.architecture.config_fields import ConfigCache, nested_text, transformers_config
 from llmsched.engine.architecture.quantization import scheme_of, settings_of
 from llmsched.engine.errors import ModelError
 

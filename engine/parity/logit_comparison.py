@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from llmsched.engine.architecture.fields import read_fields
+from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.model.probe import set_attention
 from llmsched.engine.parity.cases import ParityPrompt
 

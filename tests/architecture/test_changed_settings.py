@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import LlmschedError

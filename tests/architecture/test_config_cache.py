@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmsched.engine.architecture import fields as module
-from llmsched.engine.architecture.fields import ConfigCache
+from llmsched.engine.architecture import config_fields as module
+from llmsched.engine.architecture.config_fields import ConfigCache
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ModelError
@@ -27,7 +27,7 @@ def test_the_second_plan_does_not_ask_transformers(tmp_path: Path, monkeypatch: 
     first = plan(BLOOM, tmp_path / "deep")
     assert len(list((tmp_path / "deep").iterdir())) == 1
     with monkeypatch.context() as patch:
-        patch.setattr("llmsched.engine.architecture.fields.transformers_config", pytest.fail)
+        patch.setattr("llmsched.engine.architecture.config_fields.transformers_config", pytest.fail)
         patch.setattr("llmsched.engine.architecture.weights._built_modules", pytest.fail)
         assert plan(BLOOM, tmp_path / "deep") == first
     assert first == ModelPlanner(BLOOM).plan(EngineConfig(max_model_len=64), GPU)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.families import FAMILIES
-from llmsched.engine.architecture.fields import read_fields
 from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.vision import encoder_parameters
@@ -162,7 +162,7 @@ def test_what_the_table_adds_is_what_the_class_adds(family: str, monkeypatch: py
         settings = {name: value for name, value in content.items() if name not in without}
         config = AutoConfig.for_model(**settings)
         with monkeypatch.context() as patch:
-            patch.setattr("llmsched.engine.architecture.fields.transformers_config", pytest.fail)
+            patch.setattr("llmsched.engine.architecture.config_fields.transformers_config", pytest.fail)
             fields = read_fields(settings)
         assert kv_geometry(fields) == kv_geometry(config)
         asked = read_fields(config)

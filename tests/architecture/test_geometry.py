@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llmsched.engine.architecture.fields import nested_text, read_config_file, read_fields
+from llmsched.engine.architecture.config_fields import nested_text, read_config_file, read_fields
 from llmsched.engine.architecture.geometry import LayerGroup, kv_geometry
 from llmsched.engine.errors import ModelError
 
@@ -196,7 +196,7 @@ def test_plain_families_are_read_without_transformers(monkeypatch: pytest.Monkey
     def refuse(outer: Any) -> None:
         raise AssertionError("asked transformers")
 
-    monkeypatch.setattr("llmsched.engine.architecture.fields.transformers_config", refuse)
+    monkeypatch.setattr("llmsched.engine.architecture.config_fields.transformers_config", refuse)
     for name in ("meta-llama--Meta-Llama-3.1-8B", "Qwen--Qwen3-0.6B", "openai--gpt-oss-20b"):
         assert measured(read_config_file(CONFIGS / f"{name}_config.json")) == FILES[name]
 

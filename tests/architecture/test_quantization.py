@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmsched.engine.architecture.fields import read_config_file, read_fields
+from llmsched.engine.architecture.config_fields import read_config_file, read_fields
 from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.architecture.parameters import Parameters
 from llmsched.engine.architecture.quantization import (

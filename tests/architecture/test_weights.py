@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from llmsched.engine.architecture.fields import read_config_file, read_fields
+from llmsched.engine.architecture.config_fields import read_config_file, read_fields
 from llmsched.engine.architecture.weights import model_weights
 from llmsched.engine.errors import ModelError
 

@@ -13,7 +13,7 @@ from command_line import CommandLine
 from gguf_files import write_gguf
 from tiny_models import build_model, build_tokenizer
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory

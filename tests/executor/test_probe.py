@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from llmsched.engine.architecture.fields import read_fields
+from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.shape import rotary_limit
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor

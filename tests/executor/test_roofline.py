@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.flops import ModelFlops, model_flops
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.cost import StepShape

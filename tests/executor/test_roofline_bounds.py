@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.flops import ModelFlops, model_flops
 from llmsched.engine.architecture.quantization import quantised_config
 from llmsched.engine.executor.cost import StepShape

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup, kv_geometry
 from llmsched.engine.kv.layout import MAX_GROUPS, KVLayout, group_layers
 

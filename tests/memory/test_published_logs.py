@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory

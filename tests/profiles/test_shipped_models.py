@@ -8,7 +8,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.memory.plan import MemoryPlan

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from llmsched.engine.architecture.fields import read_config_file
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.flops import ModelFlops, model_flops
 from llmsched.engine.architecture.quantization import QUANTIZATIONS, quantised_config
 from llmsched.engine.config import EngineConfig

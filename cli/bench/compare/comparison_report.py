@@ -10,9 +10,9 @@ from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.bench.report.run_charts import distribution_chart
 from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.figures.kv_memory import MemoryUsage
+from llmsched.cli.figures.latency_distributions import latency_samples
 from llmsched.cli.figures.registry import Place, Unit, as_json, definitions_in, figures_in, look_up, paths_in
-from llmsched.cli.figures.run_latencies import latency_samples
-from llmsched.engine.latency import DEFINITIONS
+from llmsched.engine.latency_definitions import DEFINITIONS
 from llmsched.engine.units import human_bytes
 
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 
 from llmsched.cli.chart import Chart, Point, Series, distribution
 from llmsched.cli.figures.kv_memory import TargetState
+from llmsched.cli.figures.latency_distributions import latency_samples
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.figures.run_latencies import latency_samples
 from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import MemoryParts
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.bench.report.run_charts import run_charts
 from llmsched.cli.figures.experiment import MeasuredRun
+from llmsched.cli.figures.latency_distributions import LatencySummary
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.registry import Place, definitions_in, figures_in
-from llmsched.cli.figures.run_latencies import LatencySummary
 from llmsched.engine.goodput import Slo
 from llmsched.engine.percentiles import PERCENTILES
 from llmsched.engine.units import human_seconds

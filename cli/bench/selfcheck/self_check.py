@@ -29,7 +29,7 @@ from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
-from llmsched.engine.latency import Arrival, request_latency, steady_rate
+from llmsched.engine.latency_definitions import Arrival, request_latency, steady_rate
 from llmsched.engine.percentiles import summarise
 from llmsched.engine.progress import Progress, silent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmsched.cli.figures.run_latencies import p99_interval
+from llmsched.cli.figures.latency_distributions import p99_interval
 
 
 def single(values: list[float]) -> list[tuple[float]]:

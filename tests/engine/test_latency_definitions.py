@@ -7,7 +7,7 @@ import pytest
 
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo, goodput
-from llmsched.engine.latency import (
+from llmsched.engine.latency_definitions import (
     Arrival,
     RequestLatency,
     Stall,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.families import FAMILIES
-from llmsched.engine.architecture.layer_lists import STANDARD_NAMES, standardise
+from llmsched.engine.architecture.standard_settings import STANDARD_NAMES, standardise
 from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 from llmsched.profiles.toml_files import replace_file
@@ -95,7 +95,7 @@ class ConfigCache:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Settings of the language model that a config describes, under standard names (layer_lists.py).
+    """Settings of the language model that a config describes, under standard names (standard_settings.py).
 
     `config` is the whole config, including its vision part. `known` is True if `values` includes the defaults of the
     model_type. The file states a value for the names in `stated`, and none for those in `unstated`, although it should.

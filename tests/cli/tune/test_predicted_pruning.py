@@ -8,7 +8,7 @@ from typing import Any
 from simulated_machine import made_run
 
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.pruning import hopeless
+from llmsched.cli.tune.predicted_pruning import hopeless
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import TrialHistory
 from llmsched.engine.goodput import Slo
