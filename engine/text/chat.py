@@ -74,7 +74,7 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        tools = "" if all(map(_is_plain, messages)) else ", which include tool messages"
+        tools = "" if all(map(_is_plain, messages)) else " (it may not support tool messages)"
         raise RequestError(
             "messages",
             f"the model's chat template refuses these messages{tools}: {reason}; "
@@ -185,7 +185,7 @@ def _with_objects(message: Message) -> Message:
             if isinstance(arguments := json.loads(function.get("arguments") or "{}"), dict):
                 function["arguments"] = arguments
         calls.append({**call, "function": function})
-    return {**message, "content": message.get("content", ""), "tool_calls": calls}
+    return {**message, "tool_calls": calls}
 
 
 def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
@@ -219,10 +219,7 @@ def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Map
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:
-    """Return the message with its text parts joined. Raises RequestError for a part of another type.
-
-    Without content, an assistant message that calls tools keeps none, and any other message has an empty one.
-    """
+    """Return the message with its text parts joined; no content is "". Raises RequestError for other parts."""
     content, calls = message.get("content"), message.get("tool_calls") or ()
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -231,7 +228,7 @@ def _flatten(message: Message, position: int) -> dict[str, Any]:
                 "messages", f"messages[{position}].tool_calls has a call without a function and its name"
             )
     if content is None:
-        return {key: value for key, value in message.items() if key != "content"} | ({} if calls else {"content": ""})
+        return {**message, "content": ""}
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)
     texts: list[str] = []
