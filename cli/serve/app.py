@@ -207,12 +207,12 @@ class _ServedModel:
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         try:
+            self._engine.check_queue()
             request, body_bytes = await self.read(http, schema)
             self.check_model(request.model)
             priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
 
             async def work() -> Response:
-                self._engine.check_queue()
                 prompts = await self.turns.collect(prepare(request), body_bytes)
                 choice_format = make_format(request, prompts, self._writer)
                 request_id = http.state.request_id

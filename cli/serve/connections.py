@@ -7,6 +7,7 @@ import logging
 import math
 import socket
 import time
+from collections import deque
 from typing import Any
 
 import httptools
@@ -23,14 +24,18 @@ logger = logging.getLogger(__name__)
 
 #: Largest head of a request (request line and headers).
 MAX_HEAD_BYTES = 32 << 10
-#: Most chunks of a body. An 8 MiB body reaches it with chunks of 512 bytes; tiny chunks cost time to parse.
-MAX_CHUNKS = 16_384
+#: Chunks that a body may have whatever their size. Beyond them, the body must have MIN_CHUNK_BYTES per chunk, because
+#: tiny chunks cost much time to parse.
+FREE_CHUNKS = 1024
+MIN_CHUNK_BYTES = 128
 #: After a refusal, the server discards the rest of the request for this long, so that the client reads the answer.
 _LINGER_S = 5.0
 _MAX_DISCARDED_BYTES = 64 << 20
 #: Connections above the limit that are still accepted, so that probes are answered while all others are busy.
 _SPARE = 16
 _ACCEPT_BATCH = 32
+#: Requests that are begun before the event loop turns to other work, such as probes and the tokens of streams.
+_REQUEST_BATCH = 8
 #: Pause after the process ran out of file descriptors or memory.
 _ACCEPT_PAUSE_S = 0.1
 _LOG_INTERVAL_S = 60.0
@@ -52,6 +57,7 @@ class ConnectionPool:
         self._idle: dict[Connection, None] = {}
         self._busy: set[Connection] = set()
         self._openings: set[asyncio.Task[Any]] = set()
+        self._beginning: deque[asyncio.Future[None]] = deque()
         self._listeners: set[socket.socket] = set()
         self._last_log = -math.inf
         self._loop = asyncio.get_running_loop()
@@ -126,6 +132,22 @@ class ConnectionPool:
         self.remove(connection)
         self._busy.add(connection)
 
+    async def turn(self) -> None:
+        """Wait until the requests that came earlier have begun, a few in each round of the event loop."""
+        turn = self._loop.create_future()
+        self._beginning.append(turn)
+        if len(self._beginning) == 1:
+            self._loop.call_soon(self._begin_some)
+        await turn
+
+    def _begin_some(self) -> None:
+        for _ in range(min(_REQUEST_BATCH, len(self._beginning))):
+            turn = self._beginning.popleft()
+            if not turn.done():
+                turn.set_result(None)
+        if self._beginning:
+            self._loop.call_soon(self._begin_some)
+
     def request_ended(self, connection: Connection) -> None:
         """Mark a connection as waiting for its next request."""
         if connection in self._busy:
@@ -159,7 +181,7 @@ class Connection(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._in_head = self._in_body = False
-        self._head_bytes = self._num_chunks = 0
+        self._head_bytes = self._body_bytes = self._num_chunks = 0
         self._refusal: ApiError | None = None
         #: Bytes discarded since the connection was closed for writing; None while it is open.
         self._discarded: int | None = None
@@ -225,7 +247,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._unset_keepalive_if_required()
-        self._in_head, self._head_bytes, self._num_chunks = True, 0, 0
+        self._in_head = True
+        self._head_bytes = self._body_bytes = self._num_chunks = 0
         if self.cycle is not None:  # the first request has had its deadline since the connection was made
             self._expect(self._limits.header_timeout)
 
@@ -241,8 +264,18 @@ class Connection(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
-        if self._num_chunks > MAX_CHUNKS:
-            self._fail(ApiError(400, f"the body has more than {MAX_CHUNKS} chunks; send larger ones"))
+        if self._num_chunks > FREE_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
+            self._fail(
+                ApiError(
+                    400,
+                    f"the body has {self._num_chunks} chunks for {self._body_bytes} bytes; after {FREE_CHUNKS} chunks, "
+                    f"send at least {MIN_CHUNK_BYTES} bytes per chunk, or the Content-Length",
+                )
+            )
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -265,7 +298,11 @@ class Connection(HttpToolsProtocol):
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
-        app = _overloaded().response() if self._pool.overloaded and scope["path"] not in _PROBES else self._app
+        app = self._app
+        if scope["path"] not in _PROBES:
+            await self._pool.turn()
+            if self._pool.overloaded:
+                app = _overloaded().response()
         await app(scope, receive, send_on)
 
     # -- deadlines and endings --------------------------------------------------------------------------------
