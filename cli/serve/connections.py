@@ -215,9 +215,10 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as stop:
             self._ignore_upgrade(data[stop.args[0] :])
         except httptools.HttpParserError:
-            # The application may have a better reason to refuse the request, such as a missing key: it goes first.
             self._refusal = self._refusal or ApiError(400, "the request is not valid HTTP/1.1")
-            self.loop.call_soon(self._refuse, self._refusal)
+            task = self.loop.create_task(self._refuse_in_turn(self._refusal))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
         else:
             if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
@@ -331,6 +332,12 @@ class Connection(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    async def _refuse_in_turn(self, error: ApiError) -> None:
+        """Let the application answer first: it may have a better reason to refuse, such as a missing key."""
+        await self._pool.turn()
+        await asyncio.sleep(0)
+        self._refuse(error)
 
     def _refuse(self, error: ApiError) -> None:
         """End the connection with `error`, or without it if another answer has begun."""
