@@ -103,8 +103,8 @@ class BudgetOptions:
         OtherEngine | None,
         typer.Option(
             help="Print only the command line that starts vLLM or SGLang with the same memory. For vLLM, the plan has "
-            "vLLM's defaults and the memory of its start-up profile: vllm for versions up to 0.15, whose profile is "
-            "larger, so this plan fits all versions; vllm-0.16 for 0.16 and later."
+            "vLLM's defaults and the memory of its start-up profile: vllm for versions up to 0.16, whose profile is "
+            "larger, so this plan fits all versions; vllm-0.17 for 0.17 and later."
         ),
     ] = None
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False

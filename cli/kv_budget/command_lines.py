@@ -16,7 +16,7 @@ from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.vllm_profile import vllm_defaults
 
-OtherEngine = Literal["vllm", "vllm-0.16", "sglang"]
+OtherEngine = Literal["vllm", "vllm-0.17", "sglang"]
 
 _GIB = 1 << 30
 

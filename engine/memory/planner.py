@@ -40,7 +40,7 @@ from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes
 from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.vllm_profile import VllmProfile
+from llmsched.engine.memory.vllm_profile import LIBRARY_BYTES, VllmProfile
 from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.model.source import cached_config, fetch_config, locate
 from llmsched.engine.progress import Progress, silent
@@ -98,7 +98,7 @@ def plan_memory(
     plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
     if profile is not None and device.kind == "cuda":
         activations = profile.activation_bytes(shape, plan.max_num_batched_tokens, config.max_num_seqs, dtype_bytes)
-        plan = replace(plan, activation_bytes=activations, context_bytes=profile.library_bytes)
+        plan = replace(plan, activation_bytes=activations, context_bytes=LIBRARY_BYTES)
     elif device.kind == "cpu" and config.max_model_len is None:
         # On a CPU, attention needs memory in proportion to the context, and that leaves less for KV. No context can be
         # longer than that of the first plan, so a second plan for this context reserves enough.

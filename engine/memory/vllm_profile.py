@@ -4,9 +4,10 @@ vLLM computes a step of max_num_batched_tokens tokens, samples max_num_seqs full
 
     max(MLP as in activations.py, sampler_copies x sequences x vocab x 4 bytes) + what libraries hold outside torch
 
-The CUDA context is not in this sum: vLLM measures only what is added after the context exists. Up to version 0.15 the
-sampler sorts all rows in fp32; from 0.16 on it does not. Both constants of a version are fitted to the few logs that
-tests/memory/test_published_logs.py names, and are checked against all others in tests/data/memory_logs.jsonl.
+The CUDA context is not in this sum: vLLM measures only what is added after the context exists. Logs of versions up to
+0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, which counts with the former,
+and no log of 0.17 with more than 512 rows. tests/memory/test_published_logs.py names the few logs to which these
+constants were fitted, and checks the sum against all others.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from llmsched.engine.architecture.shape import ModelShape
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.memory.activations import mlp_bytes
 
+#: What vLLM's libraries hold outside torch, in bytes; vLLM prints 0.05 to 0.13 GiB.
+LIBRARY_BYTES = 130 << 20
+
 #: Smallest GPU, in bytes, on which vLLM has the larger defaults. The A100 has the smaller ones.
 _LARGE = 70 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class VllmProfile:
-    """Start-up profile of the vLLM versions that `versions` names; `library_bytes` are held outside torch."""
+    """Start-up profile of the vLLM versions that `versions` names."""
 
     versions: str
     sampler_copies: float
-    library_bytes: int
 
     def activation_bytes(self, shape: ModelShape, num_tokens: int, num_seqs: int, dtype_bytes: int) -> int:
         """Return the peak bytes of the profile's step of `num_tokens` tokens and its `num_seqs` rows of logits."""
@@ -38,8 +41,8 @@ class VllmProfile:
 
 #: Profiles by the name that --emit takes. The first one is the larger, so its plan holds for every version.
 VLLM_PROFILES: Mapping[str, VllmProfile] = {
-    "vllm": VllmProfile("up to 0.15", 9.6, 105 << 20),
-    "vllm-0.16": VllmProfile("0.16 and later", 3.5, 190 << 20),
+    "vllm": VllmProfile("up to 0.16", 9.6),
+    "vllm-0.17": VllmProfile("0.17 and later", 3.9),
 }
 
 

@@ -75,7 +75,7 @@ def test_lower_precision_is_named_first_and_fits(command: CommandLine) -> None:
     assert narrow["fits"] is True
     assert narrow["weights_bytes"] + 20 * 8192 * narrow["kv_bytes_per_token"] == pytest.approx(20 * GIB, rel=0.03)
     assert narrow["serve"] is None
-    emitted = shlex.split(command(*arguments, *flags, "--emit", "vllm-0.16").out)
+    emitted = shlex.split(command(*arguments, *flags, "--emit", "vllm-0.17").out)
     assert emitted[:3] == ["vllm", "serve", QWEN]
     assert {"--quantization", "--kv-cache-dtype", "fp8"} <= set(emitted)
 
@@ -86,7 +86,7 @@ def test_the_plan_for_vllm_is_vllms_own(command: CommandLine) -> None:
     overhead = report["plan"]["activation_bytes"] + report["plan"]["context_bytes"]
     assert overhead == pytest.approx(5.78 * GIB, rel=0.03)
     assert "--max-num-seqs 1024 --max-num-batched-tokens 8192" in report["emit"]
-    newer = command(*arguments, "--emit", "vllm-0.16", "--json").json
+    newer = command(*arguments, "--emit", "vllm-0.17", "--json").json
     assert newer["num_blocks"] > 1.5 * report["num_blocks"]
     own = command(*arguments, "--emit", "vllm", "--max-num-seqs", "64", "--max-num-batched-tokens", "2048").out
     assert "--max-num-seqs 64 --max-num-batched-tokens 2048" in own

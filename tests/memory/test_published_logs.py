@@ -1,7 +1,7 @@
 """The memory model against what vLLM printed at start-up: weights within 2 %, tokens of KV within 10 %.
 
-Plans are vLLM's own (engine/memory/vllm_profile.py). Its two constants per version were fitted to FITTED; all others
-are held out. Where a log does not state max_num_batched_tokens and max_num_seqs, vLLM's defaults hold. What misses is
+Plans are vLLM's own (engine/memory/vllm_profile.py). Its three constants were fitted to FITTED; all others are held
+out. Where a log does not state max_num_batched_tokens and max_num_seqs, vLLM's defaults hold. What misses is
 listed with the reason, and the test fails when a listed log hits or another misses.
 """
 
@@ -79,7 +79,7 @@ def plan_of(log: dict[str, Any]) -> MemoryPlan:
         config = config | FP8
     given = Weights(int(log["weights_gib"] * GIB), "log", True) if "cpu_offload_gb" in log else None
     device = DeviceMemory("cuda", log["gpu"], int(log["gpu_total_gib"] * GIB))
-    # V0 had the defaults of small GPUs everywhere. Logs that name no version are of 2025, before 0.16.
+    # V0 had the defaults of small GPUs everywhere. Logs that name no version are of 2025, before 0.17.
     version = int(found[1]) if (found := re.search(r"0\.(\d+)", log["engine"])) else 10
     defaults = vllm_defaults(device if version >= 8 else replace(device, total=0))
     settings = EngineConfig(
@@ -89,7 +89,7 @@ def plan_of(log: dict[str, Any]) -> MemoryPlan:
         max_model_len=min(log.get("max_model_len", 2048), 2048),
         **{name: log.get(name, default) for name, default in defaults.items()},
     )
-    profile = VLLM_PROFILES["vllm" if version < 16 else "vllm-0.16"]
+    profile = VLLM_PROFILES["vllm" if version < 17 else "vllm-0.17"]
     return ModelPlanner(config, None, given, profile=profile).plan(settings, device)
 
 
