@@ -38,6 +38,7 @@ from llmsched.cli.serve.protocol import (
 )
 from llmsched.cli.serve.tokenize_routes import tokenize_routes
 from llmsched.cli.timeline import timeline_body
+from llmsched.engine.core import Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.scheduler.ledger import MAX_REQUESTS
 from llmsched.engine.service import AsyncEngine
@@ -129,26 +130,31 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str) -> Response:
-        name = served.generation_ids.get(request_id, request_id)
-        names = [name, *engine_ids(name, served.limits.max_choices)]
-        timelines, *of_prompts = await engine.call(lambda core: [core.explain(name) for name in names])
-        if not timelines:  # a request of several prompts: number the choices as in its answer
-            n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
-            timelines = [
-                replace(timeline, index=number * n + timeline.index)
-                for number, prompt in enumerate(of_prompts)
-                for timeline in prompt
-            ]
-        if not timelines:
-            raise ApiError(
-                404,
-                f"request {request_id[:200]!r} is unknown; the server remembers only its latest requests",
-                param="request_id",
-                code="request_not_found",
-            )
-        return json_response({"id": name, "choices": [timeline_body(timeline) for timeline in timelines]})
+        for name in (request_id, served.generation_ids.get(request_id)):
+            if name and (timelines := await _timelines(engine, name, served.limits.max_choices)):
+                return json_response({"id": name, "choices": [timeline_body(timeline) for timeline in timelines]})
+        raise ApiError(
+            404,
+            f"request {request_id[:200]!r} is unknown; the server remembers only its latest requests",
+            param="request_id",
+            code="request_not_found",
+        )
 
     return router
+
+
+async def _timelines(engine: AsyncEngine, name: str, max_choices: int) -> list[Timeline]:
+    """Return the timelines of a request's choices, numbered as in its answer; none if it is unknown."""
+    names = [name, *engine_ids(name, max_choices)]
+    timelines, *of_prompts = await engine.call(lambda core: [core.explain(name) for name in names])
+    if timelines:
+        return list(timelines)
+    n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
+    return [
+        replace(timeline, index=number * n + timeline.index)
+        for number, prompt in enumerate(of_prompts)
+        for timeline in prompt
+    ]
 
 
 class _ServedModel:

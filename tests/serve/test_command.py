@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,16 @@ def test_url(make_server: Any, capsys: pytest.CaptureFixture[str], host: str, sh
         f"curl {url}/v1/chat/completions -H 'Authorization: Bearer KEY' -H 'Content-Type: application/json' -d '{{"
         in out
     )
+
+
+def test_defaults_of_the_model_that_are_not_supported_are_told(
+    make_server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:  # N16
+    engine = make_server().engine
+    engine.model = replace(engine.model, ignored_defaults=["num_beams", "max_length"])
+    with listen("127.0.0.1", 0) as listener:
+        banner.show_start(engine, "scripted", listener, has_key=True)
+    assert "does not support: num_beams, max_length" in capsys.readouterr().err
 
 
 def test_the_profile_is_told(make_server: Any) -> None:

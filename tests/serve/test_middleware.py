@@ -68,6 +68,8 @@ def test_a_request_is_explained_by_its_request_id(http: httpx.Client, server: Sc
         assert request_id
         explained = http.get(f"/v1/requests/{request_id}/explain").json()
         assert (explained["id"], len(explained["choices"])) == (answer.id, 2)
+    later = client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_headers={"X-Request-Id": answer.id})
+    assert http.get(f"/v1/requests/{answer.id}/explain").json()["id"] == answer.id != later.id
 
 
 def test_the_log_names_the_request_id(
