@@ -21,8 +21,9 @@ JudgedBy = Literal["knee", "given"]
 _CLIMBERS, _MEASURED_CLIMBERS = 8, 2
 #: First step of the rate above the default's knee, and around a predicted knee.
 _STEP = 1.25
-#: The default stays if the choice has less than this share of its goodput at any rate compared up to the knee.
-_LEAST_GOODPUT = 0.97
+#: The default stays if, at a rate up to the knee, fewer requests meet the SLOs with the choice than this share of those
+#: with the default.
+_LEAST_GOOD = 0.97
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Chooser:
         knee = self.rates.best.met
         of_knee = [(f"{x:g} x knee", x * knee) for x in OF_KNEE] if knee and not self.rates.light else []
         await self._compare(best, of_knee)
-        worse = [row for row in self.rates.rows if not row.predicted and (not knee or row.rate <= knee) and _worse(row)]
+        worse = [row for row in self.rates.rows if self._worse(row)]
         if best == self.default or not worse:
             return best
         self.notes.append(f"the default stays: the setting with the highest knee is worse at {worse[0].rate:.3g}/s")
@@ -161,7 +162,11 @@ class Chooser:
                     "--request-rate, more requests (--num-prompts) or tighter SLOs"
                 )
 
-
-def _worse(row: RateRow) -> bool:
-    default, best = row.default.goodput_rps, row.best.goodput_rps
-    return default is not None and (best or 0.0) < _LEAST_GOODPUT * default
+    def _worse(self, row: RateRow) -> bool:
+        """Return whether, at a rate up to its knee, the choice meets the SLOs for fewer requests than the default."""
+        knee = self.rates.best.met
+        if row.predicted or (knee is not None and row.rate > knee):
+            return False
+        by_rate = row.label == "given" and self.load.closed
+        default, best = (t.goodput_rps if by_rate else t.attainment.get("all") for t in (row.default, row.best))
+        return default is not None and (best or 0.0) < _LEAST_GOOD * default

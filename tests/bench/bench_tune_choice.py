@@ -23,7 +23,7 @@ from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
-from llmsched.cli.tune.knobs import KNOBS, Setting
+from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.tune_report import conclusion, make_profile
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
 from llmsched.engine.config import EngineConfig
@@ -37,23 +37,23 @@ MODELS = (
     ("meta-llama--Meta-Llama-3.1-8B", "a100-80gb"),
 )
 WORKLOADS = (
-    ("chat", SyntheticLoad(num_prompts=60, input_len=300, output_len=80, request_rate=2), Slo(ttft=0.8, itl=0.06)),
-    ("code", SyntheticLoad(num_prompts=60, input_len=2000, output_len=20, request_rate=1), Slo(ttft=1.0)),
-    ("summary", SyntheticLoad(num_prompts=40, input_len=3000, output_len=60, request_rate=0.5), Slo(ttft=3.0, e2e=8.0)),
+    ("chat", SyntheticLoad(num_prompts=50, input_len=500, output_len=40, request_rate=2), Slo(ttft=0.5, itl=0.06)),
+    ("code", SyntheticLoad(num_prompts=40, input_len=2000, output_len=10, request_rate=1), Slo(ttft=0.6)),
+    ("summary", SyntheticLoad(num_prompts=30, input_len=4000, output_len=30, request_rate=0.5), Slo(ttft=1.5, e2e=4.0)),
 )
 SHARES = (0.5, 0.8, 1.0, 1.2)
 
 
-def task(model: str, load: Load, slo: Slo, time_limit: float) -> TuneTask:
+def task(model: str, load: Load, slo: Slo, time_limit: float, rounds: int = 1) -> TuneTask:
     return TuneTask(
         model=model,
         options=EngineOptions({}),
         load=load,
         slo=slo,
         goal="goodput",
-        knobs=KNOBS,
+        knobs=("max_num_batched_tokens", "target_itl"),
         timeout=600.0,
-        rounds=3,
+        rounds=rounds,
         time_limit=time_limit,
         smallest=32,
         destination=Path(tempfile.mkdtemp()) / "tuned.toml",
@@ -133,7 +133,7 @@ async def served(config: EngineConfig, load: Load, slo: Slo) -> Measurement:
 
 def all_measured(time_limit: float) -> None:
     load, slo = SyntheticLoad(num_prompts=32, input_len=128, output_len=32, max_concurrency=4), Slo(ttft=0.8)
-    outcome = asyncio.run(tune_engine(task("demo", load, slo, time_limit), silent))
+    outcome = asyncio.run(tune_engine(task("demo", load, slo, time_limit, rounds=3), silent))
     print(f"MEASURED\n\n{conclusion(outcome)}\n")
     for note in (*outcome.notes, *outcome.warnings):
         print(f"- {note}")
