@@ -325,7 +325,8 @@ def conclusion(outcome: TuneOutcome) -> str:
         return f"{explain(history)}; {tail}{more}"
     most = f"up to {'at least ' if rates.best.missed is None else ''}{knee:.3g} requests/s"
     if best.setting == default:
-        found = f"the default stays: {usual} meets the SLOs {most}, and no other setting is better"
+        none = "no other setting is better" if len(settings) > 1 else "no other setting was measured in time"
+        found = f"the default stays: {usual} meets the SLOs {most}, and {none}"
     elif rates.default.met is None:
         found = f"{chosen} meets the SLOs {most}; the default ({usual}) misses them under the given load"
     elif over is not None and over > 0:
