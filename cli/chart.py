@@ -10,9 +10,8 @@ from typing import Literal
 
 Point = tuple[float, float]
 
-#: Characters for the points of each series, in a terminal and in plain text. With more series they are used again.
-MARKS = "●+◆○*"
-PLAIN_MARKS = "o+x.*"
+#: Characters for the points of each series. With more series they are used again.
+_MARKS = "o+x.*"
 
 _LIMIT, _MARK = "-", ":"
 
@@ -148,11 +147,8 @@ def number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_MARKS) -> list[str]:
-    """Draw a chart with characters: title, `height` lines of `width` characters, ticks and legend.
-
-    `marks` has a character for the points of each series.
-    """
+def draw(chart: Chart, *, width: int = 72, height: int = 12) -> list[str]:
+    """Draw a chart with characters: title, `height` lines of `width` characters, ticks and legend."""
     (x_axis, y_axis), chart = axes(chart), drawable(chart)
     grid = [[" "] * width for _ in range(height)]
     for _, value in chart.limits:
@@ -164,7 +160,7 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_
     # The last series is drawn first, so that the lower layers of a stack stay visible.
     for index in reversed(range(len(chart.series))):
         for column, row in _cells(chart.series[index], x_axis, y_axis, width, height):
-            grid[row][column] = marks[index % len(marks)]
+            grid[row][column] = _MARKS[index % len(_MARKS)]
     ticks = {_row(y_axis.place(tick), height): number(tick) for tick in y_axis.ticks}
     margin = max((len(label) for label in ticks.values()), default=0)
     lines = [chart.title]
@@ -176,7 +172,7 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12, marks: str = PLAIN_
         if not labels or start > len(labels):  # otherwise it would overlap the previous label
             labels = labels.ljust(start) + number(tick)
     lines.append(f"{'':>{margin}}  {labels}")
-    legend = [f"{marks[index % len(marks)]} {series.name}" for index, series in enumerate(chart.series)]
+    legend = [f"{_MARKS[index % len(_MARKS)]} {series.name}" for index, series in enumerate(chart.series)]
     legend += [f"{_LIMIT} {name}" for name, _ in chart.limits] + [f"{_MARK} {name}" for name, _ in chart.marks]
     lines.append(f"{'':>{margin}}  {'  '.join(legend)}   ({chart.y} over {chart.x})")
     return lines

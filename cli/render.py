@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
@@ -14,7 +16,7 @@ from itertools import accumulate
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
-from llmsched.cli.chart import MARKS, PLAIN_MARKS, Chart, draw
+from llmsched.cli.chart import Chart, draw
 from llmsched.cli.progress_display import LogProgress, shown
 from llmsched.engine.progress import Progress
 from llmsched.engine.units import human_bytes as human_bytes
@@ -26,9 +28,14 @@ if TYPE_CHECKING:
 #: Control characters, escaped because names and texts may come from untrusted files.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
-#: Width of tables in a file or pipe, where nothing may be cut off.
-_PLAIN_WIDTH = 200
+#: Width in a file or pipe, where no line is broken.
+_PLAIN_WIDTH = 10_000
+#: Bars shown at a time, the latest stages.
+_MOST_BARS = 3
 _PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red")
+
+#: Indentation and label at the start of a line, such as "KV memory  ". Further lines begin below the text after it.
+_LABEL = re.compile(r" *(?:\S+(?: \S+)?? {2,})?")
 
 
 def stdout() -> Console:
@@ -45,9 +52,10 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _PLAIN_WIDTH)
 
 
-def say(text: str = "") -> None:
-    """Print a line of the result, without interpreting markup."""
-    stdout().print(_literal(text), markup=False, soft_wrap=True)
+def say(text: str = "", *, wrap: bool = True) -> None:
+    """Print a line of the result, without interpreting markup. Set `wrap` to False for text to be copied."""
+    console = stdout()
+    console.print(_wrapped(text, console) if wrap else _literal(text), markup=False, soft_wrap=True)
 
 
 def write(text: str) -> None:
@@ -72,8 +80,9 @@ def error(text: str) -> None:
 
 def _tell(text: str, style: str) -> None:
     """Print a line on stderr. Drop it if stderr cannot be written: what is told there must not end a command."""
+    console = stderr()
     try:
-        stderr().print(_literal(text), markup=False, style=style, soft_wrap=True)
+        console.print(_wrapped(text, console), markup=False, style=style, soft_wrap=True)
     except OSError:
         discard(sys.stderr)
 
@@ -88,6 +97,19 @@ def _literal(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def _wrapped(text: str, console: Console) -> str:
+    """Return the text without control characters and, for a terminal, with line breaks between words."""
+    lines = _literal(text).split("\n")
+    if not console.is_terminal:
+        return "\n".join(lines)
+    fill = textwrap.TextWrapper(console.width, break_long_words=False, break_on_hyphens=False)
+    for index, line in enumerate(lines):
+        label = _LABEL.match(line)
+        fill.subsequent_indent = " " * len(label[0]) if label and len(label[0]) < console.width // 2 else ""
+        lines[index] = fill.fill(line)
+    return "\n".join(lines)
+
+
 def show_log() -> None:
     """Write the engine's log messages to stderr from now on."""
     handler = logging.StreamHandler()
@@ -97,59 +119,129 @@ def show_log() -> None:
     logger.addHandler(handler)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
-    """Print a table. The first `text_columns` columns are aligned left, the others right."""
-    from rich import box
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    text_columns: int = 1,
+    spare: Sequence[str] = (),
+) -> None:
+    """Print a table. The first `text_columns` columns are aligned left, the others right.
+
+    In a narrow terminal, texts and column names break between words. Then empty columns are left out, and those named
+    in `spare`, the last one first. If that is not enough, each row becomes a list with a line for each column.
+    """
+    console = stdout()
+    # Rich would wrap the table's own title at the table's width.
+    console.print(_wrapped(title, console), markup=False, style="italic", soft_wrap=True)
+    rows = [[_literal(cell) for cell in row] for row in rows]
+    shown = list(range(len(columns)))
+    empty = [index for index in shown if not any(row[index] for row in rows)]
+    dropped = [columns.index(name) for name in spare if name in columns] + empty
+    while (widths := _widths(columns, rows, shown, text_columns, console.width)) is None and dropped:
+        shown.remove(dropped.pop())
+    if widths is None:
+        _list_rows(columns, rows, text_columns)
+        return
+    _draw_table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows], widths, text_columns)
+    if left_out := [name for index, name in enumerate(columns) if index not in (*shown, *empty)]:
+        say(f"not shown at this width: {', '.join(left_out)}")
+
+
+def _widths(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[int], text_columns: int, room: int
+) -> list[int] | None:
+    """Return the widths of the columns `shown`, or None if words or figures would have to be broken."""
+
+    def longest(texts: Sequence[str]) -> int:
+        return max(map(len, texts), default=0)
+
+    cells = [[row[index] for row in rows] for index in shown]
+    whole = [longest([columns[index], *column]) for index, column in zip(shown, cells, strict=True)]
+    room -= 2 * (len(shown) - 1)
+    if sum(whole) <= room:
+        return whole
+    least = [
+        longest([*columns[index].split(), *(" ".join(column).split() if index < text_columns else column)])
+        for index, column in zip(shown, cells, strict=True)
+    ]
+    room -= sum(least)
+    if room < 0:
+        return None
+    for place, index in enumerate(shown):
+        if index < text_columns:
+            more = min(room, whole[place] - least[place])
+            least[place] += more
+            room -= more
+    return least
+
+
+def _draw_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], text_columns: int
+) -> None:
     from rich.table import Table
     from rich.text import Text
 
     console = stdout()
-    look = box.SIMPLE_HEAD if console.is_terminal else None
-    wide = sum(max(len(cell) for cell in cells) + 2 for cells in zip(columns, *rows, strict=True))
-    narrow = wide > console.width  # then break the column names at spaces, not within words
-    drawn = Table(
-        box=look,
-        pad_edge=False,
-        collapse_padding=console.is_terminal,
-        header_style="bold",
-        show_header=any(columns),
-    )
-    for index, column in enumerate(columns):
-        shown = column.replace(" ", "\n") if narrow else column
-        drawn.add_column(Text(shown), justify="left" if index < text_columns else "right", overflow="fold")
+    drawn = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        drawn.add_column(Text(column), overflow="fold", width=width, vertical="bottom")
+        drawn.columns[index].justify = "left" if index < text_columns else "right"
     for row in rows:
-        drawn.add_row(*(Text(_literal(cell)) for cell in row))
-    # Rich would wrap the table's own title at the table's width.
-    console.print(Text(title, style="italic"), soft_wrap=True)
-    console.print(drawn)
+        drawn.add_row(*map(Text, row))
+    for segments in console.render_lines(drawn, pad=False):
+        line = Text.assemble(*((part.text, part.style or "") for part in segments))
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def _list_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
+    """Print a list for each row, below the text of the row's first column if that is not a figure."""
+    label = max(map(len, columns))
+    for row in rows:
+        cells = list(zip(columns, row, strict=True))
+        if text_columns:
+            (name, text), *cells = cells
+            say(f"{name} {text}".strip() or "-")
+        for name, text in cells:
+            if text:
+                say(f"  {name:{label}}  {text}" if label else f"  {text}")
 
 
 def chart(drawn: Chart) -> None:
     """Draw a chart with characters, at most as wide as the terminal."""
     console = stdout()
-    width, marks = (min(100, console.width - 12), MARKS) if console.is_terminal else (72, None)
-    for line in draw(drawn, width=max(20, width), marks=marks or PLAIN_MARKS):
+    width = min(100, console.width - 12) if console.is_terminal else 72
+    *lines, legend = draw(drawn, width=max(20, width))
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+    say(legend)
 
 
 def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
-    """Draw labelled byte counts as shares of `total` bytes in one bar, with a legend. The rest of the bar is dots."""
+    """Draw labelled byte counts as shares of `total` bytes in one bar of letters, with a legend.
+
+    The rest of the bar is dots. In the bar and the legend, the first letter of a label stands for it.
+    """
     from rich.text import Text
 
     console = stdout()
-    sums = accumulate(count for _, count in parts)
+    width = min(width, console.width - 13)
+    sums = list(accumulate(count for _, count in parts))
     ends = [min(width, round(width * done / total)) if total else 0 for done in sums]
-    bar, legend, start = Text(), Text(), 0
+    bar, legend, start = Text("["), [], 0
     for index, ((label, count), end) in enumerate(zip(parts, ends, strict=True)):
-        letter, colour = label[0].upper(), _PALETTE[index % len(_PALETTE)]
-        bar.append(("█" if console.is_terminal else letter) * (end - start), style=colour)
-        legend.append("  " if index else "")
-        legend.append("■ " if console.is_terminal else f"{letter} ", style=colour)
-        legend.append(f"{label} {human_bytes(count)}")
+        letter, style = label[0].upper(), f"black on {_PALETTE[index % len(_PALETTE)]}"
+        bar.append(letter * (end - start), style=style)
+        legend.append(Text.assemble((letter, style), f" {label} {human_bytes(count)}"))
         start = end
-    bar.append("·" * (width - start))
-    console.print(Text("[") + bar + Text(f"] {human_bytes(total)}"))
-    console.print(legend)
+    if start < width:
+        bar.append("." * (width - start))
+        legend.append(Text(f". free {human_bytes(total - sums[-1] if sums else total)}"))
+    console.print(bar.append(f"] {human_bytes(total)}"))
+    narrow = sum(len(each) + 2 for each in legend) - 2 > console.width
+    console.print(Text("\n" if narrow else "  ").join(legend))
 
 
 def emit_json(value: Any) -> None:
@@ -211,8 +303,8 @@ def _bars() -> Any:
             self._detail = text
 
         def get_renderables(self) -> Iterator[RenderableType]:
-            yield self.make_tasks_table(self.tasks)
+            yield self.make_tasks_table(self.tasks[-_MOST_BARS:])
             if self._detail:
-                yield Text(f"  {self._detail}", no_wrap=True, overflow="ellipsis")
+                yield Text(f"  {self._detail}", no_wrap=True, overflow="crop")
 
     return Bars()

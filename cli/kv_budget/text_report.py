@@ -24,7 +24,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
     render.say(f"{analysis.spec} in {analysis.dtype}{kv_type} on {plan.device.name} ({plan.confidence})")
     render.say()
     columns = ("layers", "count", "KV heads", "head_dim", "window", "B per token", "B per token here", "B per sequence")
-    render.table("Layers", columns, [_group_row(group) for group in groups])
+    render.table("Layers", columns, [_group_row(group) for group in groups], spare=("window", "head_dim", "KV heads"))
     render.say()
     for line in _formula(analysis, groups):
         render.say(f"  {line}")
@@ -220,7 +220,9 @@ def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
                 "-" if gpu["replicas"] is None else f"{gpu['replicas']:,}",
             )
         )
-    render.table(f"{first.spec}{wanted}", columns, rows)
+    render.table(
+        f"{first.spec}{wanted}", columns, rows, spare=("KV", "GPUs needed", "max_model_len", "dtype", "tokens")
+    )
     smallest = next((gpu["name"] for gpu in document["gpus"] if gpu["fits"]), None)
     none = "it fits on none of these GPUs" if document["fits"] is False else "not known to fit on any of these GPUs"
     render.say(f"the smallest GPU that fits: {smallest}" if smallest else none)

@@ -101,13 +101,19 @@ def show_content(name: str, content: Mapping[str, Any]) -> None:
     if content.get("reason"):
         render.say(content["reason"])
     tables = (*_TABLES, "knee", "memory", "cost")
-    rows = [[table, key, _text(value)] for table in tables for key, value in content.get(table, {}).items()]
-    render.table("", ["", "", ""], rows, text_columns=3)
+    for table in tables:
+        values = {key: _text(value) for key, value in content.get(table, {}).items()}
+        if "fingerprint" in values:
+            values["fingerprint"] = values["fingerprint"][:16]  # the whole one is too long for a terminal
+        if values:
+            render.table(table, ["", ""], [[f"  {key}", text] for key, text in values.items()], text_columns=2)
     if not (records := content.get("trials") or content.get("steps") or ()):
         return
     columns = list(dict.fromkeys(key for record in records for key in record if key != "reason"))
     cells = [[_text(record.get(key, "")) for key in columns] for record in records]
-    render.table("trials" if "trials" in content else "steps", columns, cells)
+    kept = [key for key in columns if key in _KNOBS or key in _FIGURES]
+    spare = [*reversed(kept[2:]), *(key for key in columns if key not in kept)]
+    render.table("trials" if "trials" in content else "steps", columns, cells, spare=spare)
     for record in records:
         if reason := record.get("reason"):
             render.say(f"{columns[0]} {_text(record.get(columns[0], ''))}: {reason}")

@@ -25,12 +25,13 @@ def show_start(
             )
         host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
+    render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)", wrap=False)
     at = "" if url.endswith("127.0.0.1:8000") else f" --url {url}"
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
     body = """{"messages": [{"role": "user", "content": "Hello"}]}"""
-    render.say(f"try:   llmsched chat{at}{' --api-key KEY' if has_key else ''}")
-    render.say(f"or:    curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    render.say(f"try:   llmsched chat{at}{' --api-key KEY' if has_key else ''}", wrap=False)
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    render.say(f"or:    {curl}", wrap=False)
 
 
 def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> list[tuple[str, str]]:

@@ -114,6 +114,9 @@ def tune(
             "terminal.",
         ),
     ] = None,
+    definitions: Annotated[
+        bool, typer.Option("--definitions", help="Print at the end what the figures mean; --json always says it.")
+    ] = False,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
     load_options: LoadOptions,
@@ -179,7 +182,7 @@ def tune(
     outcome = _run(task, simulate)
     best, written = outcome.history.best(), None
     if best is not None and asks:
-        show(outcome)
+        show(outcome, definitions=definitions)
         writes = typer.confirm(f"write these settings to {task.destination}?", default=True, err=True)
     if best is not None and writes:
         try:
@@ -193,7 +196,7 @@ def tune(
         render.emit_json(as_json(outcome, written))
     else:
         if best is None or not asks:
-            show(outcome)
+            show(outcome, definitions=definitions)
         say_profile(outcome, written)
     if best is None:
         raise typer.Exit(1)

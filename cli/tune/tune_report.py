@@ -58,9 +58,9 @@ def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
     }
 
 
-def show(outcome: TuneOutcome) -> None:
-    """Print the report."""
-    report_content.show(_content(outcome))
+def show(outcome: TuneOutcome, *, definitions: bool) -> None:
+    """Print the report, with the definitions of its figures if they are wanted."""
+    report_content.show(_content(outcome), definitions=definitions)
 
 
 def say_profile(outcome: TuneOutcome, profile: Path | None) -> None:
@@ -178,7 +178,8 @@ def _table(outcome: TuneOutcome) -> Table:
         for trial in trials
     ]
     at = "" if compared is None else f" at {compared:.3g} requests/s, the default's knee"
-    return Table(f"settings{at}", columns, rows)
+    spare = ("P99 TTFT ms", "P99 ITL ms", "tokens/s", "P99 TPOT ms", "requests", "runs")
+    return Table(f"settings{at}", columns, rows, spare=spare)
 
 
 def _mark(trial: Trial, best: Trial | None, default: Setting | None) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,6 +16,21 @@ from rich.console import Console
 
 from llmsched.cli import render
 from llmsched.cli.progress_display import LogProgress, detail
+
+#: Function that makes stdout and stderr a terminal of a width (None: a pipe) and returns a reader of the output.
+Terminal = Callable[[int | None], Callable[[], str]]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    def make(width: int | None) -> Callable[[], str]:
+        written = io.StringIO()
+        console = Console(file=written, force_terminal=width is not None, width=width or 10_000, color_system=None)
+        monkeypatch.setattr(render, "stdout", lambda: console)
+        monkeypatch.setattr(render, "stderr", lambda: console)
+        return lambda: re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -59,11 +76,15 @@ def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> N
     assert err.count(r"a\x1b[2J") == 3
 
 
-def test_a_bar_is_made_of_letters(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("width", [None, 120, 60])
+def test_a_bar_and_its_legend_are_made_of_letters(terminal: Terminal, width: int | None) -> None:
+    """Colours are an addition: ASCII terminals and NO_COLOR show the parts too."""
+    written = terminal(width)
     render.stacked_bar([("weights", 50 << 20), ("KV", 25 << 20), ("tiny", 1)], 100 << 20, width=20)
-    bar, legend = capsys.readouterr().out.splitlines()
-    assert bar == "[WWWWWWWWWWKKKKK·····] 100 MiB"
-    assert legend == "W weights 50.0 MiB  K KV 25.0 MiB  T tiny 1 B"
+    bar, *legend = written().splitlines()
+    assert bar == "[WWWWWWWWWWKKKKK.....] 100 MiB"
+    assert "  ".join(legend) == "W weights 50.0 MiB  K KV 25.0 MiB  T tiny 1 B  . free 25.0 MiB"
+    assert len(legend) == (4 if width == 60 else 1)
 
 
 def test_a_bar_does_not_run_over(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,15 +184,50 @@ def test_on_a_narrow_terminal_the_detail_has_a_line_of_its_own(monkeypatch: pyte
     assert any(line.startswith("17.1 requests/s") and line.endswith("ITL P50 20.0 ms") for line in lines)
 
 
-def test_a_narrow_terminal_breaks_the_column_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = []
-    for width in (40, 25):
-        written = io.StringIO()
-        console = Console(file=written, force_terminal=True, width=width, color_system=None)
-        monkeypatch.setattr(render, "stdout", lambda console=console: console)
-        render.table("", ["", "output tokens/s", "TTFT P50"], [["a", "10000.00", "12.5"]])
-        shown.append([line.split() for line in written.getvalue().splitlines() if line.strip(" ─")])
-    assert shown == [
-        [["output", "tokens/s", "TTFT", "P50"], ["a", "10000.00", "12.5"]],
-        [["output", "TTFT"], ["tokens/s", "P50"], ["a", "10000.00", "12.5"]],
+def test_a_narrow_terminal_breaks_the_column_names(terminal: Terminal) -> None:
+    columns, rows = ["", "output tokens/s", "TTFT P50"], [["a", "10000.00", "12.5"]]
+    written = terminal(28)
+    render.table("", columns, rows)
+    assert written().splitlines()[1:] == ["   output tokens/s  TTFT P50", "a         10000.00      12.5"]
+    written = terminal(25)
+    render.table("", columns, rows)
+    assert written().splitlines()[1:] == ["     output  TTFT", "   tokens/s   P50", "a  10000.00  12.5"]
+
+
+def test_columns_that_a_narrow_terminal_leaves_out_are_named(terminal: Terminal) -> None:
+    columns, rows = ["", "runs", "empty", "requests", "P99"], [["best", "3", "", "200", "12.5"]]
+    written = terminal(24)
+    render.table("", columns, rows, spare=("requests", "runs"))
+    assert written().splitlines()[1:] == [
+        "      requests   P99",
+        "best       200  12.5",
+        "not shown at this width:",
+        "runs",
     ]
+    written = terminal(18)
+    render.table("", columns, rows)
+    assert written().splitlines()[1:] == ["best", "  runs      3", "  requests  200", "  P99       12.5"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_words_and_figures_stay_whole_at_any_width(terminal: Terminal, width: int) -> None:
+    """Neither a table nor a sentence breaks a word, exceeds the terminal or ends in blanks."""
+    written = terminal(width)
+    columns = ["", "max_num_seqs", "P99 TTFT ms", "P99 95% CI", "why"]
+    rows = [["best, default", "1,024", "38949.2", "15.7 to 16.9", ""], ["misses SLO", "8", "7.1", "n/a", ""]]
+    render.table("settings at 34.2 requests/s", columns, rows, spare=("P99 95% CI",))
+    render.table("", ["at", "what", "why"], [["0.0", "admitted", "no cached prompt matches"]], text_columns=3)
+    render.say("KV memory  79.2 GiB x 0.9 - 15.0 GiB weights = 55.6 GiB")
+    render.note("headroom was not searched")
+    lines = written().splitlines()
+    words = " ".join(lines).split()
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if line != line.rstrip()]
+    for word in ("max_num_seqs", "38949.2", "1,024", "admitted", "matches", "searched", "weights"):
+        assert word in words
+
+
+def test_text_to_copy_is_not_wrapped(terminal: Terminal) -> None:
+    written = terminal(20)
+    render.say("llmsched chat --url http://127.0.0.1:8001", wrap=False)
+    assert written() == "llmsched chat --url http://127.0.0.1:8001\n"

@@ -120,7 +120,7 @@ def _table(document: dict[str, Any]) -> Table:
                 "met" if point["met"] else "missed",
             ]
         )
-    return Table("latency in ms", columns, rows, text_columns=0)
+    return Table("latency in ms", columns, rows, text_columns=0, spare=("goodput", "output tokens/s", "TTFT P50"))
 
 
 def _or_na(value: float | None, form: str) -> str:

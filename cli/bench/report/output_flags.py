@@ -46,6 +46,9 @@ class OutputFlags:
             "requests, memory, and with --find-knee latency by request rate.",
         ),
     ] = None
+    definitions: Annotated[
+        bool, typer.Option("--definitions", help="Print at the end what the figures mean; --json always says it.")
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
     def check(self, modes: ModeFlags, read: Path | None) -> None:
@@ -72,7 +75,7 @@ class OutputFlags:
         if self.as_json:
             render.emit_json(result.report)
         else:
-            show(result.content)
+            show(result.content, definitions=self.definitions)
         for flag, path in self._files().items():
             with writing(f"--{flag}", path):
                 if flag == "csv":

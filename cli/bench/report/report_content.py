@@ -14,12 +14,16 @@ from llmsched.cli.html_page import Page
 
 
 class Table(NamedTuple):
-    """Table of text cells. The first `text_columns` columns are left-aligned words, the others figures."""
+    """Table of text cells. The first `text_columns` columns are left-aligned words, the others figures.
+
+    A narrow terminal leaves out the columns named in `spare`, the last one first.
+    """
 
     title: str
     columns: list[str]
     rows: list[list[str]]
     text_columns: int = 1
+    spare: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +61,30 @@ class Result:
     detail: ReportContent | None = None
 
 
-def show(content: ReportContent) -> None:
-    """Print a report: its notes, tables, charts and sentences on stdout, decisions, errors and warnings on stderr."""
+def show(content: ReportContent, *, definitions: bool = False) -> None:
+    """Print a report: notes, tables, charts and sentences on stdout, then decisions, errors and warnings on stderr.
+
+    At the end come the definitions, if they are wanted.
+    """
     for note in content.notes:
         render.say(note)
     for table in content.tables:
-        render.table(table.title, table.columns, table.rows, text_columns=table.text_columns)
+        render.table(table.title, table.columns, table.rows, text_columns=table.text_columns, spare=table.spare)
     for conclusion in content.conclusions:
         render.say(conclusion)
     for chart in content.charts[: content.terminal_charts]:
         render.chart(chart)
     for sentence in content.closing:
         render.say(sentence)
-    for term, sentence in content.definitions.items():
-        render.say(f"{term}: {sentence}")
     for decision in content.decisions:
         render.note(decision)
     for error in content.errors:
         render.error(error)
     for warning in content.warnings:
         render.warn(warning)
+    if definitions:
+        for term, sentence in content.definitions.items():
+            render.say(f"{term}: {sentence}")
 
 
 def result_page(result: Result) -> str:

@@ -55,7 +55,7 @@ def latency_table(run: MeasuredRun) -> Table:
         quantiles = [found.mean, *(getattr(found, name) for name in PERCENTILES)]
         between = "n/a" if found.p99_ci95 is None else " to ".join(map(_ms, found.p99_ci95))
         rows.append([figure.label, *map(_ms, quantiles), between, _ms(found.max), str(found.count)])
-    return Table("latency in ms", columns, rows)
+    return Table("latency in ms", columns, rows, spare=("max", "samples", "P99 95% CI"))
 
 
 def totals_table(run: MeasuredRun) -> Table:

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 from html_pages import parsed
 
-from llmsched.cli.bench.report.report_content import Result, result_page
+from llmsched.cli import render
+from llmsched.cli.bench.report.report_content import Result, result_page, show
 from llmsched.cli.bench.report.run_charts import (
     latency_over_time,
     memory_over_time,
@@ -185,6 +186,19 @@ def test_a_page_is_complete_and_loads_nothing() -> None:
     assert "66.7%" in tags.text
     assert "from the moment a request should have been sent" in tags.text
     assert json.loads(tags.text[tags.text.index('{\n "measured"') :].strip())["completed"] == 2
+
+
+def test_definitions_come_last_and_only_if_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(render, "stderr", render.stdout)
+    content = run_content(MeasuredRun(Experiment("m", Provenance("u"), SyntheticLoad(), Slo(ttft=2.0)), run()))
+    show(content)
+    brief = capsys.readouterr().out
+    assert "warning: " in brief
+    assert "from the moment a request should have been sent" not in brief
+    show(content, definitions=True)
+    assert capsys.readouterr().out == brief + "".join(f"{term}: {text}\n" for term, text in content.definitions.items())
 
 
 def test_page_of_a_run_in_which_every_request_failed() -> None:
