@@ -30,7 +30,10 @@ _LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "stats", "bu
 
 
 def __getattr__(name: str) -> Any:
-    """Import the object `name` when it is first used, and return it. Planning and parsing do not need these objects."""
+    """Import the object `name` and return it. Raises AttributeError for an unknown name.
+
+    Python calls this function when a program uses a name in _LAZY. So programs that only plan do not import the engine.
+    """
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -45,10 +45,11 @@ def build_engine(
     metrics_prefix: str = "llmsched",
     served_model_name: str | None = None,
 ) -> Engine:
-    """Load `config.model`, reserve its memory and return the engine. Weights are read after all other checks.
+    """Load `config.model`, reserve its memory and return the engine. Weights are read after all checks.
 
-    `served_model_name` is the model's name in metrics, by default its own. Raises ModelError for a model that cannot be
-    loaded or served, and ConfigError for a setting that does not suit the model or the device.
+    `served_model_name` is the model's name in metrics (None: the name in ModelInfo). The names of metrics begin with
+    `metrics_prefix`. Raises ModelError for a model that cannot be loaded or served, and ConfigError for a setting that
+    does not suit the model or the device.
     """
     check_servable(config)
     opened = open_model(config, progress)
@@ -71,10 +72,10 @@ def build_engine(
 
 
 def engine_beside(engine: Engine, **knobs: Any) -> Engine:
-    """Return an engine that takes over the executor of `engine`, with other settings and an empty cache.
+    """Return a new engine with the executor of `engine`, an empty cache, and the settings of `engine` except `knobs`.
 
-    `engine` must not be used afterwards. Raises ConfigError for a knob in RESERVING, and for a knob in LIMITS that is
-    above the value for which memory was reserved.
+    Afterwards `engine` must not compute steps. Raises ConfigError for a setting in RESERVING, and for a setting in
+    LIMITS that is above the value for which memory was reserved.
     """
     if wrong := sorted(RESERVING & knobs.keys()):
         raise ConfigError(wrong[0], "determines what is loaded and reserved; build a new engine to change it")

@@ -25,7 +25,7 @@ LIMITS = ("max_num_batched_tokens", "max_num_seqs")
 
 
 class Limits(TypedDict, total=False):
-    """Knobs that can be changed without a restart of the engine. A knob that is left out keeps its value."""
+    """Settings that can be changed without a restart of the engine. A setting that is left out keeps its value."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -42,7 +42,7 @@ def knob(
     high: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """Return a dataclass field with the help text `why`, the unit, the choices and the range from `low` to `high`."""
+    """Return the dataclass field of a setting, with its help text `why`, unit, choices and range (None: no bound)."""
     return field(default=default, metadata={"why": why, "unit": unit, "low": low, "high": high, "choices": choices})
 
 
@@ -257,7 +257,10 @@ def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:
 
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the number `value` is not finite or not allowed by `rule`, the field's metadata."""
+    """Raise ConfigError if `value` is not one of the choices in `rule`, or is a number outside the range in `rule`.
+
+    `rule` is the metadata of a field (see `EngineConfig.knob_rule`). None, True and False are always allowed.
+    """
     if value is None or isinstance(value, bool):
         return
     if rule["choices"] and value not in rule["choices"]:
@@ -272,7 +275,10 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
 
 
 def check_limits(config: ResolvedConfig, limits: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a knob of LIMITS is out of range or above the value for which memory was reserved."""
+    """Raise ConfigError if `limits` has a setting in LIMITS that is below its range, or above its value in `config`.
+
+    Memory was reserved for the values in `config`. Other settings in `limits` are not checked.
+    """
     for name in LIMITS:
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}
         check_knob(name, limits.get(name), rule)

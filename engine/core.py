@@ -115,11 +115,11 @@ class Engine(StepLoop):
         arrival_time: float | None = None,
         limit_queue: bool = True,
     ) -> None:
-        """Queue a request. Each of its n choices is served as a sequence.
+        """Queue a request. Each of its n choices becomes a sequence. If an error is raised, nothing is queued.
 
         `arrival_time` is in seconds of the engine's clock (default: now). Raises RequestError for a request that can
         never be served or whose `request_id` is in use. With `limit_queue`, raises QueueFullError if more than
-        max_queue_size requests would wait. After any other error, no choice of the request stays in the queue.
+        max_queue_size sequences would wait.
         """
         if request_id in self.open_sequences:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
@@ -166,7 +166,10 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the seconds until the next request is expected to finish: the mean gap between recent finishes."""
+        """Return the seconds after which a refused request may be sent again: the mean gap between recent finishes.
+
+        The result is a whole number, at least 1.
+        """
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
@@ -177,9 +180,9 @@ class Engine(StepLoop):
     def step(self) -> list[RequestOutput]:
         """Compute one step and return the new outputs.
 
-        Returns an empty list while the scheduler waits for more requests (see `idle_until`). After an exception the
-        engine cannot continue. An error in making the text of an output ends only that sequence, with
-        FinishReason.ERROR. An error in the statistics ends nothing.
+        Returns an empty list while the scheduler waits for more requests (see `idle_until`). If this method
+        raises an exception, the engine cannot continue. If the text of an output cannot be made, only that sequence
+        ends, with FinishReason.ERROR. An error in the statistics is only logged.
         """
         if self.idle_until() is not None:
             return []
@@ -214,7 +217,10 @@ class Engine(StepLoop):
         return outputs
 
     def observe(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run work that serving does not depend on. Log its failures, each function's once until it succeeds again."""
+        """Call a function that serving can do without, such as an update of statistics. Log its errors.
+
+        If several calls of the same function fail, log only the first error, until a call succeeds again.
+        """
         try:
             function(*args, **kwargs)
         except Exception:
@@ -250,7 +256,10 @@ class Engine(StepLoop):
         self.observe(self.recorder.update)
 
     def explain(self, request_id: str) -> list[Timeline]:
-        """Return the scheduler's decisions about each sequence of a request, if the ledger still has them."""
+        """Return the scheduler's decisions about a request, with one Timeline for each choice.
+
+        The list is empty if the request is unknown or ended so long ago that the scheduler's Ledger has dropped it.
+        """
         timelines = []
         for index in range(MAX_N):
             entries = self.scheduler.ledger.entries(_sequence_name(request_id, index))
@@ -267,7 +276,7 @@ class Engine(StepLoop):
 
 
 class PrefixAdmin:
-    """Administration of an engine's prefix cache: pins, reset, and the check for prompts that change at an early token.
+    """Administration of an engine's prefix cache: pins, reset, and the check for prompts that differ at an early token.
 
     For use in the engine's thread only.
     """
@@ -283,10 +292,10 @@ class PrefixAdmin:
         self._engine.observe(self._engine.recorder.update)
 
     def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
-        """Pin a prefix: keep the KV of its whole blocks for `ttl` seconds, or until `unpin` if no `ttl` is given.
+        """Pin a prefix: keep the KV of its whole blocks for `ttl` seconds (None: until `unpin`).
 
-        Later steps compute the tokens that are not cached yet. Raises RequestError if the prefix has no whole block, if
-        there is no room for the pin, or if prefix caching is off.
+        The next steps compute the tokens that are not cached yet. Raises RequestError if the prefix is shorter than a
+        block, if there is no room for the pin, or if prefix caching is off.
         """
         engine = self._engine
         if not engine.config.enable_prefix_caching:
@@ -313,7 +322,7 @@ class PrefixAdmin:
         self._engine.observe(self._engine.recorder.update)
 
     def expire(self) -> float | None:
-        """Release expired pins and return the time (engine's clock) at which the next pin expires, if any."""
+        """Release expired pins. Return the time (engine's clock) when the next pin expires, None if no pin will."""
         self._engine.scheduler.expire_pins()
         self._engine.observe(self._engine.recorder.update)
         return self._kv.pins.next_expiry()

@@ -1,4 +1,4 @@
-"""Devices and their memory, which NVML and the kernel report. This module does not need torch."""
+"""Devices and their memory, as NVML reports it for GPUs and Linux for CPUs. Most functions work without torch."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device in bytes. Programs can allocate `total`; other programs hold `used_by_others`.
+    """Memory of one device, in bytes. `total` is for all programs; programs other than this hold `used_by_others`.
 
-    On a CPU, `used_by_others` is the memory that is not available without swapping. `holders` lists the other programs
+    On a CPU, `used_by_others` is all memory that is not available without swapping. `holders` lists the other programs
     if the driver names them. `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto"
     means bfloat16. `computes_fp8` is True for a GPU that multiplies fp8 in hardware; on a CPU it has no meaning.
     """
@@ -53,7 +53,10 @@ class DeviceMemory:
 
 
 def resolve_device(requested: str) -> str:
-    """Return cuda or cpu; auto means the GPU if torch sees one. Raises ConfigError for cuda if torch sees no GPU."""
+    """Return cuda or cpu for `requested`: auto becomes cuda if torch sees a GPU, else cpu.
+
+    Raises ConfigError if cuda is requested and torch sees no GPU.
+    """
     import torch
 
     available = torch.cuda.is_available()
@@ -89,7 +92,7 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:
-    """Return the memory of a GPU from profiles/gpus.toml. Other programs use none of this memory."""
+    """Return the memory of a GPU from profiles/gpus.toml, assuming that other programs hold none of it."""
     fp8 = gpu.fp8_flops > 0
     return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0, computes_fp8=fp8)
 
@@ -176,7 +179,8 @@ def cpu_memory() -> DeviceMemory:
 def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
     """Return (limit, used) in bytes for each cgroup (v1 or v2) of this process that has a memory limit.
 
-    Page cache that the kernel can reclaim (inactive_file) does not count as used.
+    Page cache that the kernel can reclaim (inactive_file) does not count as used. `root` is the directory where cgroups
+    are mounted. `membership` is the file that names the cgroups of the process.
     """
     found = []
     for line in _read(membership).splitlines():
@@ -199,7 +203,7 @@ def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgr
 
 
 def _read(file: Path) -> str:
-    """Return the text of a kernel file, or "" if the file is missing."""
+    """Return the text of a file, or "" if the file cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

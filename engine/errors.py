@@ -40,7 +40,7 @@ class LlmschedError(Exception):
 
 
 class ConfigError(LlmschedError):
-    """Error for a setting with a wrong value. `field` is its name in Python and over HTTP, such as max_num_seqs."""
+    """Error for a wrong value of a setting. `field` is the setting's name in Python and HTTP, such as max_num_seqs."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class ConfigError(LlmschedError):
 
 
 def check_range(field: str, value: float, valid: bool, allowed: str) -> None:
-    """Raise ConfigError for `value` unless it is `valid`; `allowed` describes the allowed values in words."""
+    """Raise ConfigError unless `valid`. The message has `value`, and the words `allowed` for the allowed values."""
     if not valid:
         shown = f"{value:g}" if isinstance(value, float) else value
         raise ConfigError(field, f"{shown} is out of range; allowed is {allowed}")
@@ -91,11 +91,11 @@ class EngineDeadError(LlmschedError):
 
 
 class InternalError(LlmschedError):
-    """Error for a call that failed inside the engine for a reason that the caller cannot know (HTTP 500)."""
+    """Error for a call that failed because of a fault in the engine (HTTP 500). The server's log has the details."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an allocation failed, on the device or the host, in Python, torch or a CUDA library."""
+    """Return True if `error` is a failed allocation on the device or the host, by Python, torch or a CUDA library."""
     # By name, because importing torch takes seconds, and the simulated engine does without it.
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & {"MemoryError", "OutOfMemoryError"}:

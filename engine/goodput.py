@@ -15,9 +15,9 @@ from llmsched.engine.percentiles import statistic
 class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
-    The target `itl` applies to one `itl_statistic` of the request: "mean", "max" or a percentile such as "p99". A token
-    counts as late if it comes too late for a reader of `reader_speed` (tokens per second). Raises LlmschedError for an
-    unknown statistic or a speed that is not above 0.
+    The target `itl` applies to one statistic of the request's ITL samples, `itl_statistic`: "mean", "max" or a
+    percentile such as "p99". `reader_speed`, in tokens per second, is the speed for which `reading_waits` finds late
+    tokens. Raises LlmschedError for an unknown statistic or a speed that is not above 0 and finite.
     """
 
     ttft: float | None = None
@@ -38,7 +38,10 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return, for each target, True if the request met it. A request without the figure meets the target."""
+        """Return by name, for each target that is not None, True if the request met the target.
+
+        A request also meets a target for a figure that it does not have, such as TPOT with only one token.
+        """
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
         return {name: (figure := figures[name]) is None or figure <= limit for name, limit in self.given().items()}
@@ -48,10 +51,10 @@ class Slo:
 class Goodput:
     """Goodput and SLO attainment of a run.
 
-    `requests_per_s` is the goodput: requests per second that finished and met every target. `attainment` is, for each
-    target and for "all", the share of all requests (failed ones included) that met it. `missed` counts, for each
-    target, the finished requests that missed the target. `missed_alone` counts those that missed the target and met all
-    other targets.
+    `requests_per_s` is the goodput: requests per second that finished and met every target. `attainment` has for each
+    target the share of requests that met the target, and as "all" the share that met every target. A failed request
+    meets none. `missed` counts, for each target, the finished requests that missed the target. `missed_alone` counts
+    those that missed the target and met all other targets.
     """
 
     requests_per_s: float
@@ -64,7 +67,7 @@ def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, durati
     """Return the goodput of a run that took `duration` seconds, or None if it is undefined.
 
     `requests` are the finished requests. The `failed` requests count as requests that missed every target. Goodput is
-    undefined without targets, without requests, and if requests met every target but `duration` is 0.
+    undefined if `slo` has no targets, if there are no requests, or if a request met every target and `duration` is 0.
     """
     total = len(requests) + failed
     if not slo.given() or not total:

@@ -1,6 +1,6 @@
 """Definitions of TTFT, ITL, TPOT, E2E and stalls, for server metrics, bench and tune alike.
 
-All times are in seconds of one clock. A figure for which there is too little data becomes None, not 0.
+All times are in seconds of one clock. A figure for which there is too little data is None, not 0.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Stall(NamedTuple):
 
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
-    """Return the longest gap between two arrivals of tokens, the first of several equal ones."""
+    """Return the longest gap between two arrivals of tokens (of equal gaps the first); None for fewer than two."""
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     totals = accumulate(arrival.tokens for arrival in carried)
     stalls = [
@@ -108,8 +108,8 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
     """Return the seconds that a reader at a speed of `tokens_per_s` waited for each late token.
 
-    A token is late if the reader has already read the token before it. A wait delays all further reading, so one stall
-    makes only one token late.
+    A token is late if it arrives after the reader has read the previous token. A wait delays all further reading, so
+    one stall makes only one token late.
     """
     waits: list[float] = []
     free = math.inf

@@ -128,7 +128,7 @@ class EngineMetrics:
         self._finished[reason].inc()
 
     def prefix_miss(self, kind: MissKind, count: int) -> None:
-        """Count `count` admitted requests under the reason why their prefix hit ended. MissKind.HIT is ignored."""
+        """Count `count` admitted requests whose prefix hit ended for the reason `kind`. Ignore MissKind.HIT."""
         if kind is not MissKind.HIT:
             self._misses[kind].inc(count)
 

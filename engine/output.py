@@ -30,7 +30,7 @@ class OutputStream:
         self._last_token_time: float | None = None
 
     def take(self, update: Update) -> RequestOutput | None:
-        """Return the output that `update`, the result of one step, adds to the sequence, or None if it adds nothing.
+        """Return the output that `update`, the result of one step, adds to the sequence; None if there is no output.
 
         If a stop string ends the sequence, the output has a `finish_reason` that the scheduler does not know, so the
         caller must finish the request in the scheduler.
@@ -75,7 +75,10 @@ class OutputStream:
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Record the token counts and latencies of a sequence that ended. Only choice 0 records the prompt."""
+        """Record the token counts and latencies of a sequence that ended at the time `now`.
+
+        The tokens of the prompt are recorded only for choice 0, so once for each API request.
+        """
         request, last = self.request, self._last_token_time
         metrics.finished(reason)
         if self.index == 0:
@@ -116,7 +119,10 @@ class OutputStream:
         return output
 
     def _add_text(self, output: RequestOutput, piece: str) -> None:
-        """Add text to an output. A stop string ends it, unless it is in the first min_tokens tokens."""
+        """Add text to an output. If a stop string is complete, set the output's finish reason to STOP.
+
+        The first min_tokens tokens are not searched for stop strings.
+        """
         if self.request.num_output_tokens <= self.request.sampling.min_tokens:
             output.text += piece
             return

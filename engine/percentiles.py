@@ -33,7 +33,7 @@ PERCENTILES = tuple(f.name for f in fields(Summary) if _PERCENTILE.fullmatch(f.n
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Return mean, maximum and percentiles, interpolated linearly (type 7 of Hyndman and Fan)."""
+    """Return the Summary of samples. Percentiles are interpolated linearly (type 7 of Hyndman and Fan)."""
     if not samples:
         return Summary()
     values = np.asarray(samples, dtype=np.float64)
@@ -45,7 +45,7 @@ def summarise(samples: Sequence[float]) -> Summary:
 def statistic(samples: Sequence[float], name: str) -> float | None:
     """Return the statistic `name` of the samples: mean, max, or a percentile such as p50 or p99.9.
 
-    Returns None without samples. Raises LlmschedError for any other name.
+    Returns None if there are no samples. Raises LlmschedError for an unknown name.
     """
     match = _PERCENTILE.fullmatch(name)
     if name not in ("mean", "max") and (match is None or not float(match[1])):

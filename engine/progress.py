@@ -12,7 +12,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Ignore all progress."""
+    """Ignore a progress report."""
 
 
 def tracked(items: Sequence[Item], stage: str, progress: Progress) -> Iterator[Item]:

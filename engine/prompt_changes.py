@@ -29,8 +29,8 @@ class Example(NamedTuple):
 class PromptChange:
     """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
 
-    `examples` are from two of these prompts; None unless PromptChanges may quote prompts. If `private`, a prompt has a
-    cache_salt, and only the operator may see them.
+    `examples` has text of two of these prompts, or None if `PromptChanges.quote_prompts` is off. `private` is True if
+    one of the two has a cache_salt; then only the operator may see the examples.
     """
 
     position: int
@@ -54,8 +54,8 @@ class PromptChange:
 class PromptChanges:
     """Periodic check for a PromptChange.
 
-    A finding is logged if its position is at least SPREAD tokens from the position of the last finding that was logged.
-    Set `quote_prompts` to let findings quote prompts, which everyone who reads the log then sees.
+    A PromptChange is logged if its position is at least SPREAD tokens from the position of the last one in the log.
+    If `quote_prompts` is set, the PromptChange and thus the log contain text of prompts.
     """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:

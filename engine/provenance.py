@@ -11,10 +11,10 @@ from typing import Any
 class Provenance:
     """Origin of figures. `where` is "in process", a URL, or the simulated device.
 
-    `measured` is False for a simulation, which the other fields describe; None means unknown. `calibration_error` is
-    the median relative error of step times that were fitted to a device at the time `calibrated`. `published_error` is
-    the median relative error of a roofline's TPOT against published measurements. `refused_by_serve` is the reason for
-    which `serve` would refuse the model.
+    `measured` is False for a simulation, which the other fields describe. `calibration_error` is the median relative
+    error of step times that `llmsched calibrate` fitted at the time `calibrated`. `published_error` is the median
+    relative error of a roofline model's TPOT against published measurements. Each is None if unknown.
+    `refused_by_serve` is the reason why `serve` would refuse the model, or None if `serve` supports the model.
     """
 
     where: str

@@ -30,7 +30,10 @@ def proxy_variable(url: str) -> str | None:
 
 
 def _proxy_name(url: str) -> str | None:
-    """Return the scheme under which the environment names a proxy for `url`; None if none or if NO_PROXY lists it."""
+    """Return the name, without _PROXY and in lower case, of the environment variable with the proxy for `url`.
+
+    Returns None if there is no such variable, or if NO_PROXY lists the host of `url`.
+    """
     target, proxies = urlsplit(url), getproxies()
     host = target.hostname or ""
     if proxy_bypass(host) or proxy_bypass(target.netloc) or _in_networks(host, proxies.get("no", "")):
@@ -60,9 +63,10 @@ def check_proxies() -> None:
 
 
 def _checked(name: str, value: str) -> str:
-    """Return the URL of the proxy `value`, with the scheme http if `value` has no scheme (as in curl).
+    """Return the proxy URL `value`, with the scheme http if `value` has no scheme (as in curl).
 
-    Raises LlmschedError if the URL is malformed. `name` is the scheme that the proxy serves.
+    Raises LlmschedError if the URL is malformed or its scheme is not in _SCHEMES. The message names the environment
+    variable, of which `name` is the part before _PROXY, in lower case.
     """
     proxy = value if "://" in value else f"http://{value}"
     try:

@@ -26,8 +26,8 @@ class SamplingParams:
 
     With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 or -1 turns
     top_k off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens.
-    `prompt_logprobs` k does the same for the prompt. `max_tokens` 0 only computes the prompt. Raises RequestError,
-    which names the field and its allowed range.
+    `prompt_logprobs` k does the same for the prompt. With `max_tokens` 0, only the prompt is computed. Raises
+    RequestError for a value out of range; the message has the field and the allowed range.
     """
 
     n: int = 1
@@ -79,7 +79,7 @@ class SamplingParams:
 
 
 def within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
-    """Raise RequestError unless low <= value <= high. NaN is refused too."""
+    """Raise RequestError unless low <= value <= high (None: no bound); the error's `param` is `param` or `name`."""
     if math.isnan(value) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"{low} or more"
         raise RequestError(param or name, f"{name} is {value}; allowed is {span}")
@@ -98,7 +98,7 @@ class FinishReason(StrEnum):
     """Reason why a sequence ended.
 
     STOP: an end-of-sequence token, a stop token or a stop string. LENGTH: max_tokens or max_model_len was reached.
-    ABORT: the request was aborted, for example because the client disconnected. ERROR: the error message says why.
+    ABORT: the request was aborted, for example because the client disconnected. ERROR: see RequestOutput.error.
     """
 
     STOP = "stop"
@@ -109,12 +109,12 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens of one output and its sampling parameters: the part of a request that executors see.
+    """Tokens and sampling parameters of one choice of a request: the part of a Request that executors see.
 
-    `token_ids` is the prompt followed by the output, which a preemption does not shorten. The sequence ends with the
-    first token in `stop_ids`, which are stop_token_ids and, without ignore_eos, the end-of-sequence ids. The sampler
-    excludes these tokens until min_tokens tokens are generated. `seed` combines the request's seed and the index of the
-    choice.
+    `token_ids` is the prompt followed by the output; a preemption does not shorten the output. The sequence ends with
+    the first output token that is in `stop_ids`: a stop token id or, without ignore_eos, an end-of-sequence id. The
+    sampler does not choose such a token until min_tokens tokens have been generated. `seed` combines the request's seed
+    and the index of the choice.
     """
 
     request_id: str
@@ -139,10 +139,10 @@ class Request(Sequence):
 
     Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens
     tokens. The step that computes the last of the remaining tokens samples a new token. Times are in seconds of the
-    engine's clock. `rank` is the position in the queue (lower is earlier). `num_passed` counts the requests that were
+    engine's clock. `rank` orders the queue (lowest first). `num_passed` counts the requests that were
     admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens at the last preemption.
-    While the request waits, `swapped` is its KV in host memory, and `encoded` is its token ids as bytes for prefix
-    lookups.
+    While the request waits, `encoded` has its token ids as bytes for prefix lookups, and `swapped` has its KV if the KV
+    was copied to host memory.
     """
 
     arrival_time: float = 0.0
@@ -183,11 +183,11 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """New output of one sequence since its last output.
+    """New output of one sequence since its previous RequestOutput.
 
-    `pieces` has the text that each new token added, "" for an incomplete character. The joined pieces equal `text`,
-    unless a stop string cut the text. The sequence's first output has one entry of `prompt_logprobs` per prompt token
-    (None for the first token); later outputs have None.
+    `pieces` has the text of each new token, "" while a character is incomplete. The joined pieces of all outputs equal
+    the joined texts, unless a stop string cut the text. If prompt_logprobs were requested, the sequence's first output
+    has one entry per prompt token (None for the first token). In other outputs `prompt_logprobs` is None.
     """
 
     request_id: str

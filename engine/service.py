@@ -31,14 +31,14 @@ MAX_BAD_ROWS = 8
 class AsyncEngine:
     """Wrapper that runs an Engine, `core`, in a thread.
 
-    The event loop never waits for a step, and the engine never waits for a reader. Other threads read only the
-    `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`; for everything else they use `call`. `start` binds
-    the engine to the running event loop. Only that loop may use the streams and all methods except `stats`.
+    The event loop never waits for a step, and the engine never waits for a reader. `start` binds the AsyncEngine to the
+    running event loop. All methods except `stats`, and the streams, must be used on that loop. Code on the loop may
+    read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses `call` for everything else in it.
 
-    An exception in a call fails that call, and the engine continues if `Engine.check_integrity` finds no fault. An
-    exception in a step, and SystemExit or KeyboardInterrupt anywhere in the thread, end the engine: `error` says why,
-    and every stream and call ends with that reason. The engine counts as hung if work has waited for a finished step
-    for more than `step_timeout_s` seconds (0: never).
+    If the action of a `call` raises an exception, that call fails, and the engine continues if `Engine.check_integrity`
+    finds no fault. An exception in a step, or SystemExit or KeyboardInterrupt anywhere in the thread, ends the engine:
+    `error` has the reason, and all open streams and calls fail with EngineDeadError. The engine counts as hung if it
+    has work but has not finished a step for more than `step_timeout_s` seconds (0: no limit).
     """
 
     def __init__(self, core: Engine, *, step_timeout_s: float = 0.0) -> None:
@@ -66,9 +66,10 @@ class AsyncEngine:
         return self.error is None and self._thread.is_alive()
 
     def diagnose(self) -> str | None:
-        """Return why requests cannot be served, None if they can. Log each problem when it begins and when it ends.
+        """Return why requests cannot be served, or None if they can. Log when a problem begins and when it ends.
 
-        The engine has failed, or hangs until a step finishes, or the model is broken until a row has usable logits.
+        A problem is that the engine has failed, that no step has finished for more than `step_timeout_s` seconds, or
+        that the model computed no usable logits for the last MAX_BAD_ROWS tokens to sample.
         """
         problem = self._problem()
         if problem and self.healthy and not self._has_problem:
@@ -90,7 +91,7 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Number of requests that have not ended, from `submit` on."""
+        """Number of submitted requests that have not ended."""
         return len(self._streams)
 
     def stats(self) -> EngineStats:
@@ -113,8 +114,8 @@ class AsyncEngine:
     ) -> RequestStream:
         """Hand a request to the engine and return the stream of its outputs.
 
-        Raises RequestError for a request that can never be served, QueueFullError if too many requests wait, and
-        EngineDeadError if the engine has failed or is draining.
+        Raises RequestError for a request that can never be served or whose `request_id` is in use, QueueFullError if
+        too many requests wait, and EngineDeadError if the engine has failed or is draining.
         """
         if self.error is not None:
             raise EngineDeadError(f"the engine has stopped: {self.error}")
@@ -147,14 +148,14 @@ class AsyncEngine:
         return stream
 
     def check_queue(self, num_new: int = 1) -> None:
-        """Raise QueueFullError if `num_new` more requests would be too many to wait."""
+        """Raise QueueFullError if, with `num_new` more requests, more than max_queue_size would wait."""
         self.core.check_queue(len(self.core.scheduler.waiting) + self._num_submitted, num_new)
 
     async def call(self, action: Callable[[Engine], T]) -> T:
         """Run `action` in the engine's thread between two steps and return its result.
 
-        Raises the LlmschedError that `action` raises, InternalError if it raises anything else (which is logged), and
-        EngineDeadError if the engine has stopped, or stops before it runs the action.
+        If `action` raises an LlmschedError, the same error is raised here; any other exception is logged and becomes an
+        InternalError. Raises EngineDeadError if the engine has stopped or stops before it runs `action`.
         """
         if self._stopping or not self.healthy:
             raise EngineDeadError(f"the engine has stopped: {self.error or 'shut down'}")
@@ -184,7 +185,7 @@ class AsyncEngine:
     async def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread after its current step. Open requests end with EngineDeadError.
 
-        Returns True if the thread ended within `timeout_s` seconds (None: wait for it).
+        Returns True if the thread ended within `timeout_s` seconds (None: no limit).
         """
         self.draining = True
         self._stopping = True
@@ -200,7 +201,7 @@ class AsyncEngine:
         self._send(lambda: self._post(self.core.abort(request_id)), lambda error: self._streams.fail(request_id, error))
 
     def _send(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
-        """Let the engine's thread run `action`, and the event loop `fail` with the error if it raises one."""
+        """Let the engine's thread run `action`. If `action` raises an exception, let the event loop run `fail`."""
         self._inbox.put(lambda: self._attempt(action, fail))
 
     def _fail_all(self, reason: str) -> None:
@@ -226,9 +227,10 @@ class AsyncEngine:
             logger.exception("the engine has failed")
 
     def _attempt(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
-        """Run an action of the event loop. If it raises, let the loop run `fail` with the error.
+        """Run an action that the event loop sent. If the action raises an exception, let the loop run `fail`.
 
-        Raises RuntimeError, which ends the engine, if an unexpected error has left requests or blocks unaccounted for.
+        `fail` gets the LlmschedError, or an InternalError for any other exception. If such an exception has left the
+        engine inconsistent (see `Engine.check_integrity`), raises RuntimeError, which ends the engine.
         """
         try:
             action()
@@ -245,7 +247,10 @@ class AsyncEngine:
                 ) from error
 
     def _take_inbox(self) -> None:
-        """Run the actions that the event loop has sent. Without work, check the integrity once and wait for one."""
+        """Run the actions that the event loop has sent. If the engine then has no work, wait for the next action.
+
+        After IDLE_CHECK_SECONDS of waiting, check the engine's integrity once.
+        """
         while self._run_next(0.0):
             pass
         self.core.observe(self._refresh)
@@ -265,7 +270,7 @@ class AsyncEngine:
                 wait = None if until is None else min(MAX_IDLE_SECONDS, until - self.core.clock())
 
     def _run_next(self, timeout: float | None) -> bool:
-        """Run the next action and return True; return False if none arrives within `timeout` seconds (None: wait)."""
+        """Run the next action and return True; return False if none arrives in `timeout` seconds (None: no limit)."""
         if timeout != 0.0:
             self._due_since = None  # the engine waits because there is nothing to do
         try:

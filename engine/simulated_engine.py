@@ -1,6 +1,6 @@
 """Simulated engine, which has a virtual clock and a cost model instead of a model and a device.
 
-The same code as in `Engine` decides scheduling and KV memory. Every output has max_tokens tokens.
+Requests and KV memory are scheduled by the same code as in `Engine`. Every output has max_tokens tokens.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class SimulatedEngine(StepLoop):
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Description of the engine that `build_engine` would build for `config`, made without model and device.
+    """Description of the engine that `build_engine` would build for `config`, made without weights and device.
 
-    `cost` predicts the seconds of a step. `swap_seconds` maps bytes of KV to the seconds that a copy to or from host
-    memory takes. `provenance` names the device and the error of `cost`, and the class of engines that `cost` describes
-    if it is another class. `notes` are warnings for the user.
+    `cost` predicts the seconds of a step. `swap_seconds` returns the seconds for copying a number of bytes of KV to or
+    from host memory. `provenance` names the device, the kind of engine if the user chose one, and the error of `cost`.
+    `notes` are warnings for the user.
     """
 
     config: ResolvedConfig
@@ -111,9 +111,10 @@ class Blueprint:
 def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
     """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
-    A name such as "h100" gives the step times of this engine. A name such as "h100:vllm" gives the step times of an
-    engine class in profiles/engines.toml. In both cases this engine's scheduler is simulated. Raises ConfigError for an
-    unknown GPU or engine class, for settings that the GPU does not support, and if the model does not fit.
+    With the name "h100", step times are computed with the constants of [default] in profiles/engines.toml; with
+    "h100:vllm", with those of [vllm], another kind of engine. In both cases the scheduler is that of llmsched. Raises
+    ConfigError for an unknown GPU or kind of engine, for settings that the GPU does not support, and if the model does
+    not fit.
     """
     gpu_name, colon, engine_name = name.partition(":")
     try:
@@ -141,7 +142,7 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
 def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
     """Return the blueprint of an engine on this machine's device, with step times measured by `llmsched calibrate`.
 
-    Raises ConfigError if the model was not calibrated on this device or does not fit.
+    Raises ConfigError if this model was not measured on this device, or if the model does not fit.
     """
     device = device_memory(config.device)
     resolved, plan = planner.resolve(config, device)

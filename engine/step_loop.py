@@ -40,7 +40,10 @@ class StepLoop:
         return self.scheduler.has_work()
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which the idle engine waits for requests; see schedule_window."""
+        """Return the time (engine's clock) until which the idle engine collects requests, or None if it does not.
+
+        The engine collects requests before a step only if schedule_window is set.
+        """
         return self.scheduler.idle_until()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
@@ -73,7 +76,7 @@ class StepLoop:
             )
 
     def check_queue(self, num_waiting: int, num_new: int) -> None:
-        """Raise QueueFullError if the queue would exceed max_queue_size with `num_new` more requests."""
+        """Raise QueueFullError if `num_waiting` and `num_new` requests together exceed max_queue_size."""
         if num_waiting + num_new > self.config.max_queue_size:
             message = f"{num_waiting} requests are waiting; at most {self.config.max_queue_size} may"
             raise QueueFullError(message, self.retry_after())
@@ -85,8 +88,8 @@ class StepLoop:
     def run_step(self) -> tuple[StepPlan, list[Update]]:
         """Plan a step, compute it and update the scheduler; return the plan and the update of each request.
 
-        If the step runs out of memory, on the device or the host, plan a smaller one instead (see `Scheduler.abandon`).
-        Raises the error of the last of MAX_ATTEMPTS attempts that ran out of memory, and any other error at once.
+        If a step runs out of memory, on the device or the host, a smaller step is planned (see `Scheduler.abandon`). If
+        MAX_ATTEMPTS steps in a row run out of memory, the last error is raised. Other errors are raised at once.
         """
         for attempt in count(1):
             plan = self.scheduler.schedule()

@@ -39,10 +39,10 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Coefficients of the cost of a step, with the model, device and engine on which they were measured.
+    """Coefficients of a FittedCost (`cost`), with the model, device and engine on which they were measured.
 
-    `error` is a share (0.03 means 3 %). `model` has at least name and digest, `device` has at least kind and name,
-    `engine` has at least dtype and kv_cache_dtype. `created` is in UTC.
+    `error` is the median relative error of step times (0.03 means 3 %). `model` has at least name and digest, `device`
+    has at least kind and name, `engine` has at least dtype and kv_cache_dtype. `created` is in UTC.
     """
 
     cost: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Classes of engines, read from engines.toml: fixed costs of a step, and shares of a GPU's datasheet figures."""
+"""Kinds of engines, such as vLLM, read from engines.toml: fixed times of a step, and shares of a GPU's rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 class Efficiency:
     """Shares of a GPU's datasheet figures that an engine reaches (see engines.toml).
 
-    `error` is the median relative error of TPOT on published results that the fit did not use, if any.
+    `error` is the median relative error of TPOT on published results that the fit did not use (None: there are none).
     """
 
     matrix: float
@@ -31,7 +31,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Class of engines, with the fixed costs of a step in total, per layer and per row.
+    """Kind of engines, such as vLLM, with the fixed seconds of a step: per step, per layer and per sampled row.
 
     `shares` maps the key of a GPU, a GPU architecture or "default" to the shares that apply there.
     """
@@ -49,23 +49,23 @@ class EngineSpec:
 
 @cache
 def engines() -> dict[str, EngineSpec]:
-    """Return all engine classes in engines.toml by key."""
+    """Return the EngineSpecs of all kinds of engines in engines.toml, by key."""
     table = shipped_table("engines.toml")
     default = table["default"]
     return {key: engine_spec(key, entry, None if key == "default" else default) for key, entry in table.items()}
 
 
 def find_engine(name: str) -> EngineSpec:
-    """Return the engine class called `name`, ignoring case. Raises UnknownNameError for an unknown name."""
+    """Return the EngineSpec with the key `name`, ignoring case. Raises UnknownNameError for an unknown name."""
     return find_entry(engines(), name.lower(), "engine class")
 
 
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
-    """Build a class from its table in engines.toml, which states only the values that differ from the `default` class.
+    """Build the EngineSpec of a table in engines.toml. Values that `entry` leaves out come from `default`.
 
-    For each share, the most specific entry applies: the GPU's entry, then the entry of its architecture, then the entry
-    under "default". At each of these levels this class's own entry comes before that of the `default` class. `error`
-    comes only from this class's own entry.
+    For each share, the most specific value applies: that for the GPU, else that for its architecture, else that under
+    "default". At each of these levels, a value in `entry` comes before one in `default`. `error` never comes from
+    `default`.
     """
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}

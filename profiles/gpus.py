@@ -73,13 +73,13 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Return True if two device names are equal, or are the listed name and the driver's name of one GPU."""
+    """Return True if two device names are equal, or are the name in gpus.toml and the driver's name of one GPU."""
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
 
 
 @cache
 def _spellings() -> dict[str, set[str]]:
-    """Return, by key, all words in the names of a GPU, and its memory in GB as vendors round it ("24gb")."""
+    """Return for each GPU, by key, all words in its names and its memory in GB as vendors round it ("24gb")."""
     return {
         spec.key: _words(f"{spec.key} {spec.name} {spec.driver_name} {-(-spec.memory // 2**33) * 8}gb")
         for spec in gpus().values()

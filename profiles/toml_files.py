@@ -30,7 +30,7 @@ def shipped_table(name: str) -> dict[str, Any]:
 
 
 def find_entry(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """Return the entry called `name`. Raises UnknownNameError, whose message calls an entry `kind`."""
+    """Return the entry called `name`. Raises UnknownNameError; `kind` is the word for an entry in its message."""
     if name not in entries:
         raise UnknownNameError(f"{name!r} is not a known {kind}; known are {', '.join(entries)}")
     return entries[name]
@@ -95,7 +95,7 @@ def check_writable(path: Path) -> None:
 
 
 def read_file(path: Path) -> str:
-    """Return the text of a regular file. Raises OSError for other files too: a pipe or device may be endless."""
+    """Return the text of a regular file. Raises OSError for any other file, because a pipe or device may be endless."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file")
     return path.read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a temporary file and rename it to `path`, so that readers see old or new text. Raises OSError."""
+    """Write a temporary file and rename it to `path`, so that readers see all the old or all the new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
         try:

@@ -96,7 +96,7 @@ def list_profiles() -> list[str]:
 
 
 def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return True if two [model] tables have the same digest of config.json or, lacking one, the same name."""
+    """Return True if two [model] tables have the same digest of config.json or, if one has no digest, the same name."""
     key = "digest" if "digest" in one and "digest" in other else "name"
     return one.get(key) == other.get(key)
 
@@ -133,7 +133,7 @@ def load_profile(name_or_path: str) -> TunedProfile:
 
 
 def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
-    """Write a profile, in place of an older one at its path. Return the path. Raises ProfileError on failure."""
+    """Write a profile, replacing an older file, and return the path. Raises ProfileError if this fails."""
     path = profile_path(name_or_path)
     content: dict[str, Any] = {"created": profile.created, "measured": profile.measured, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}

@@ -39,12 +39,15 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Median of the absolute values of `left_out`."""
+        """Median absolute relative error in leave-one-out cross-validation (`left_out`)."""
         return float(np.median(np.abs(self.left_out)))
 
 
 def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
-    """Fit a cost for each knee in KNEES. Return the fit with the smallest mean absolute `left_out` error."""
+    """Fit a FittedCost to `steps` for each knee in KNEES. Return the Fit with the smallest mean absolute `left_out`.
+
+    `window` is the language model's sliding window in tokens, if it has one.
+    """
     fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))
 

@@ -96,7 +96,7 @@ def describe(rows: Rows) -> str:
 
 
 class ServingOverhead(NamedTuple):
-    """Overhead of serving while `num_seqs` sequences decode, when other threads compete for the Python interpreter.
+    """Overhead of serving `num_seqs` decoding sequences, while other threads compete for the Python interpreter.
 
     `between` is the seconds from the end of a step to the start of the next. `slowdown` is the time of a step divided
     by its time when nothing is served.
@@ -109,7 +109,7 @@ class ServingOverhead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimings:
-    """Timings of `engine` on its device. `cost` is `fit` to the `steps` plus the overhead of serving.
+    """Timings of `engine` on its device. `fit` is a fit to `steps`. `cost` adds the overhead of `serving` to it.
 
     `swap_seconds_per_byte` is the time to copy one byte of KV in one direction.
     """
@@ -126,7 +126,7 @@ def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = 
     """Load the model and measure its steps, each `repeats` times.
 
     All steps are measured once before any is measured again, so that other load on the machine affects all alike.
-    Raises ModelError if the model cannot be loaded, and ConfigError if the limits allow too few different steps.
+    Raises ModelError if the model cannot be loaded, and ConfigError if `config` allows too few different steps.
     """
     engine = build_engine(config if config.swap_space else replace(config, **_SWAPPING), progress)
     return measure_engine(engine, repeats, progress)
@@ -168,7 +168,7 @@ def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent
 
 
 def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> FittedCost:
-    """Return the cost of a step while requests are served, which includes the time until the next step starts."""
+    """Return `cost` with the overhead of serving: steps are slower, and time passes before the next step starts."""
     matrix = np.array([[1 / each.between, each.num_seqs / each.between] for each in serving])
     per_step, per_row = non_negative(matrix).tolist()
     slowdown = max(1.0, statistics.median(each.slowdown for each in serving))
@@ -177,7 +177,7 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
 
 
 class _RecordingExecutor:
-    """Executor that records the rows, tokens, start and end of each step, with times of `time.perf_counter`."""
+    """Executor that records (number of rows, number of tokens, start, end) of each step, by `time.perf_counter`."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -194,7 +194,7 @@ def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -
     """Measure how much longer steps take while serving, for several numbers of sequences.
 
     The function alternates between serving and running the same steps alone, and compares the medians. It leaves out a
-    number if serving never had two consecutive steps with that many sequences.
+    number if serving never had two consecutive steps with that many sequences. Raises ConfigError if none is left.
     """
     executor = cast("TorchExecutor", engine.executor)
     counts = sorted({min(count, limits.max_rows) for count in _SERVED})

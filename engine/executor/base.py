@@ -53,10 +53,10 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RowResult:
-    """Result of one row. `token_id` is None if the row did not sample. After an `error`, only this sequence ends.
+    """Result of one ScheduledRow. `token_id` is None if no token was sampled. An `error` ends only this sequence.
 
-    `prompt_logprobs` is empty unless the sequence asked for them. Otherwise it has one entry for each of the tokens
-    start + 1 to start + num_tokens that belongs to the prompt. `caused_by_request` is True if the error is due to the
+    If the request asked for prompt_logprobs, the list has one entry for each prompt token among the tokens start + 1 to
+    start + num_tokens of the sequence; otherwise it is empty. `caused_by_request` is True if the error is due to the
     request's own parameters, and False if it is due to the model.
     """
 
@@ -86,7 +86,7 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step. An error of a single row is reported in its RowResult.
 
-        After running out of memory (`is_out_of_memory`), at any point, the executor must be able to compute another
-        plan. Any other exception stops the engine.
+        If the exception means that memory ran out (see `is_out_of_memory`), the executor must be able to compute
+        another plan afterwards. Any other exception stops the engine.
         """
         ...

@@ -25,7 +25,7 @@ class PackedBatch:
     tokens.
 
     `logit_rows` are the indices of the tokens whose logits are needed. First come the last tokens of the rows in
-    `sampling_rows`. Then come, for each row i, the `prompt_counts[i]` tokens that predict prompt tokens.
+    `sampling_rows`. Then come, for each row i, its first `prompt_counts[i]` tokens, which predict prompt tokens.
     """
 
     input_ids: Int64
@@ -83,7 +83,7 @@ def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[t
     """Split a step into parts, each with at most max_predictions tokens that predict prompt tokens.
 
     This limits the memory for logits; most steps have one part. Yields each part as a list of (index in `rows`, row or
-    piece of that row). The pieces of a row come in order, and only the last piece samples.
+    piece of that row). The pieces of a row come in order, and only the last piece may sample.
     """
     part: list[tuple[int, ScheduledRow]] = []
     room = max_predictions

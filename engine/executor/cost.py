@@ -16,7 +16,7 @@ MIN_STEPS = 16
 
 
 class StepShape(NamedTuple):
-    """Quantities on which the time of a step depends. Rows of one token count as decodes, all others as prefills.
+    """Quantities on which the time of a step depends. A ScheduledRow of one token is a decode, any other a prefill.
 
     `kv_tokens` is the number of tokens whose KV attention reads, summed over all rows; `prefill_kv_tokens` is the sum
     over prefill rows only. `prefill_pairs` is the number of (query, key) pairs of prefill rows: n s + n (n + 1) / 2 for
@@ -74,7 +74,7 @@ def _pairs(start: int, count: int) -> int:
 
 
 class StepCost(Protocol):
-    """Interface of a model of the time of a step. `window` is the model's sliding window in tokens, if it has one."""
+    """Interface for predicting the time of a step. `window` is the language model's sliding window in tokens."""
 
     @property
     def window(self) -> int | None: ...
@@ -83,16 +83,16 @@ class StepCost(Protocol):
 
 
 class FittedCost(NamedTuple):
-    """Cost of a step, computed with coefficients that were fitted to measured steps.
+    """StepCost with coefficients that were fitted to measured steps:
 
         seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
                   + decode_kv x KV tokens that decodes read
                   + prefill_pair x (query, key) pairs of prefills + prefill_kv x KV tokens that prefills read
                   + the last three terms for sliding-window layers, if the model has such layers
 
-    Coefficients are in seconds per unit and at least 0. `knee` is a number of tokens. For a step of that many tokens,
-    the arithmetic of the matrix products takes as long as reading the weights. For fewer tokens the time hardly falls,
-    and for more tokens it grows in proportion.
+    Coefficients are in seconds per unit and at least 0. `knee` is a number of tokens. In a step of `knee` tokens, the
+    arithmetic of the matrix products takes as long as reading the weights. With fewer tokens the products take hardly
+    less time, and with more tokens their time grows in proportion.
     """
 
     knee: float
@@ -120,7 +120,10 @@ LINEAR = FittedCost._fields[1:-1]
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the factor of each coefficient in LINEAR. Unless `windowed`, omit those of sliding-window layers."""
+    """Return the numbers by which FittedCost multiplies the coefficients in LINEAR, in the same order.
+
+    Those for sliding-window layers come last, and are left out if `windowed` is False.
+    """
     prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
     plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)
     return (*plain, window_kv - window_prefill_kv, window_pairs, window_prefill_kv) if windowed else plain
@@ -175,7 +178,7 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Return the four scaled coefficients, all at least 0.
+        """Return the four coefficients of the numbers that `_terms` returns, all at least 0.
 
         The fit is repeated without the term of the most negative coefficient until no coefficient is negative.
         """

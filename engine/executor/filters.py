@@ -37,9 +37,9 @@ Float64 = npt.NDArray[np.float64]
 
 
 class Filters(NamedTuple):
-    """Filter parameters of S rows, each an array [S]. `keys` [2, S] has two 32-bit words of random key per row.
+    """Filter parameters of S rows, each an array [S]. `keys` [2, S] has the random key of each row in two 32-bit words.
 
-    Temperatures are above 0. The values top_k 0 or -1, top_p 1 and min_p 0 turn a filter off.
+    Temperatures are above 0. The values top_k 0 or -1, top_p 1 and min_p 0 turn the filter off.
     """
 
     temperature: Float64
@@ -82,7 +82,8 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
 def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: int) -> None:
     """Apply top_k and top_p [S] in place to scores [S, V]: set the scores of dropped tokens to -inf.
 
-    The best score of each row must be 0. `look`, at least the largest top_k, says how many best tokens to sort first.
+    The best score of each row must be 0. `look`, at least the largest top_k, is the number of best tokens to sort
+    first. Only for rows where top_p needs more tokens, more are sorted.
     """
     width = scores.shape[1]
     look = min(look, width)
@@ -125,9 +126,9 @@ def drop_beyond(scores: torch.Tensor, kept: torch.Tensor, last: torch.Tensor) ->
 def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Draw one id per row with probabilities proportional to weights [S, V], where V is a multiple of CHUNK.
 
-    `keys` [S, 2] (int64) are the random keys. The race has two rounds, to draw fewer random numbers: first chunks of
-    tokens compete with the sums of their weights, then the tokens in the winning chunk. Lower ids win ties. A token of
-    weight 0 is drawn only if all weights are 0.
+    `keys` [S, 2] (int64) are the random keys. The draw is an exponential race in two rounds, to draw fewer random
+    numbers. First the chunks of CHUNK tokens compete, each with the sum of its weights. Then the tokens in the winning
+    chunk compete. Lower ids win ties. A token of weight 0 is drawn only if all weights are 0.
     """
     chunks = weights.view(len(weights), -1, CHUNK)
     # The order of additions may differ between batches; in float64 it does not change which chunk wins.

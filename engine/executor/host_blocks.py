@@ -25,8 +25,8 @@ class HostBlocks:
     """Pool of `num_blocks` blocks in host memory. They have the cache's data type, so swapping does not change values.
 
     Blocks that are swapped together are mostly consecutive in host memory, so each run of consecutive blocks is copied
-    at once. On a GPU, the host memory is page-locked and copies run on a separate stream. They start after all work
-    that is already queued on the compute stream, and work that is queued there later waits for them.
+    at once. On a GPU, the host memory is page-locked and copies run on a separate stream. Copies start after all
+    work that is already queued on the compute stream, and work that is queued there later waits for the copies.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class HostBlocks:
                     tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
 
     def seconds(self) -> float:
-        """Return the seconds that all copies since the last call took. On a GPU, first wait for them to finish."""
+        """Return the seconds that all copies since the last call took. On a GPU, first wait for the copies."""
         for start, end in self._events:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3

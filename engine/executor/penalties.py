@@ -1,6 +1,6 @@
 """Changes to logits before sampling: logit_bias, min_tokens and penalties.
 
-Each row changes only the logits of ids that the request names or that are among its tokens, never the whole vocabulary.
+Only logits of ids that a request names or that occur in its tokens are changed, never those of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class SeenTokens:
 
 
 class LogitEditor:
-    """Editor of logits, which it changes in place and in this order:
+    """Editor that changes logits in place, in this order:
 
     - logit_bias is added to the logits of its ids.
-    - While a sequence is shorter than min_tokens, its `stop_ids` get -inf.
-    - repetition_penalty applies once to each distinct id of prompt and output. Logits above 0 are divided by it, others
-      are multiplied by it.
+    - While the output of a sequence has fewer than min_tokens tokens, the logits of its `stop_ids` become -inf.
+    - repetition_penalty applies once to each distinct id of prompt and output: logits above 0 are divided by the
+      penalty, others are multiplied by the penalty.
     - presence_penalty and frequency_penalty apply to the output: logit - frequency * count - presence * (count > 0).
     """
 
@@ -105,9 +105,9 @@ class LogitEditor:
 def locate(
     device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the index of the entries (rows[i], id) for all ids in ids[i], or None if all ids[i] are empty.
+    """Return an index into a matrix that selects the entries (rows[i], id) for each id in ids[i].
 
-    The index is a pair of tensors on `device`. Entries must be distinct.
+    The index is a pair of tensors on `device`, or None if all ids[i] are empty. Entries must be distinct.
     """
     lengths = [len(each) for each in ids]
     if not sum(lengths):

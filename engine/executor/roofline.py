@@ -1,4 +1,4 @@
-"""Roofline model of the time of a step, from the model's shape and the rates that a GPU and an engine reach.
+"""Roofline model of the time of a step, from a language model's shape and the rates that an engine reaches on a GPU.
 
 The time is the sum of these parts:
 
@@ -8,9 +8,9 @@ The time is the sum of these parts:
     attention   of prefills and of decodes: hypot(operations / attention rate, KV bytes / KV bandwidth)
 
 hypot(a, b) is close to the larger of a and b, but higher where both are similar, because then arithmetic and memory
-traffic slow each other down. The model was compared with microsoft/vidur's profiles of matrix products (A100, H100,
-A40; 1 to 4,096 tokens; 2.7B to 70B). With 26 microseconds per layer, 73 to 76 % of the matrix rate and 79 to 92 % of
-the bandwidth, the median error is 3 % and the P90 error 9 % (tests/executor/test_op_profiles.py). The shares of the
+traffic slow each other down. The part "matrices" was compared with microsoft/vidur's profiles of matrix products (A100,
+H100, A40; 1 to 4,096 tokens; 2.7B to 70B). With 26 microseconds per layer, 73 to 76 % of the matrix rate and 79 to 92 %
+of the bandwidth, the median error is 3 % and the P90 error 9 % (tests/executor/test_op_profiles.py). The shares of the
 rates come from profiles/engines.toml.
 """
 
@@ -27,10 +27,10 @@ from llmsched.profiles.gpus import GpuSpec
 
 
 class Roofline:
-    """StepCost of one model on one GPU, with the efficiency of one class of engines.
+    """StepCost of one language model on one GPU, for one kind of engine, such as vLLM.
 
-    `error` is the median relative error of TPOT against published measurements that were not used for the fit, if any
-    exist. Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
+    `error` is the median relative error of TPOT against published measurements that were not used for the fit (None:
+    there are none). Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -77,7 +77,7 @@ class Roofline:
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return the seconds of work that would take `arithmetic` or `reading` seconds with only this limit."""
+    """Return the seconds of work with `arithmetic` and `reading` seconds that overlap: their hypot (see the module)."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 
@@ -99,12 +99,18 @@ def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithm
 def _seconds(
     matrices: Matrices, rates: dict[Arithmetic, float], bandwidth: float, share: float = 1.0
 ) -> tuple[float, float]:
-    """Return the seconds of arithmetic per token, and the seconds to read all the weights once."""
+    """Return the seconds of arithmetic per token, and the seconds to read all the weights once.
+
+    `share` is the share of the matrix rate that these products reach. `bandwidth` is in bytes/s.
+    """
     return 2 * matrices.numbers / (rates[matrices.arithmetic] * share), matrices.size / bandwidth
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Return the sum for full-attention layers, and that for sliding windows, of (is windowed, value) pairs."""
+    """Return two sums of values: of the layers with full attention, and of the layers with a sliding window.
+
+    `parts` has one pair (has a sliding window, value) per kind of layer.
+    """
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

@@ -70,7 +70,10 @@ class Sampler:
 
 
 def result_of(token: int, raw_best: float, best: float) -> RowResult:
-    """Return `token`, or an error if the best logit before the edits (`raw_best`) or after them is not finite."""
+    """Return a result with `token`, or with an error if the best logit is not finite.
+
+    `raw_best` is the best logit before LogitEditor changed the logits, `best` the best logit afterwards.
+    """
     if not math.isfinite(raw_best):
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
     if not math.isfinite(best):
@@ -80,7 +83,7 @@ def result_of(token: int, raw_best: float, best: float) -> RowResult:
 
 
 def filters_of(sequences: ListLike[Sequence]) -> Filters:
-    """Return the filter parameters of the given rows, with the random keys of their draws."""
+    """Return the filter parameters of the given sequences, and the random keys for drawing their next tokens."""
     samplings = [sequence.sampling for sequence in sequences]
     settings = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
     temperature, top_k, top_p, min_p = np.array(settings, dtype=np.float64).T
@@ -105,7 +108,7 @@ def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int])
 def prompt_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
 ) -> list[TokenLogprob]:
-    """Return `pick` of the log-softmax of logits [N, V]. At most rows_at_once rows are converted to fp32 at a time."""
+    """Apply `pick` to the log-softmax of logits [N, V]. Only rows_at_once rows are converted to fp32 at a time."""
     found: list[TokenLogprob] = []
     for low in range(0, len(counts), rows_at_once):
         part = slice(low, low + rows_at_once)

@@ -1,4 +1,4 @@
-"""Executor without a model. It takes step times from a cost model and advances a virtual clock by them."""
+"""Executor without a language model, which takes the times of steps from a StepCost and advances a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmsched.engine.request import Sequence
 
 
 class VirtualClock:
-    """Clock whose time `now`, in seconds, advances only when it is set."""
+    """Clock whose time is the attribute `now`, in seconds, which other objects set."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -36,8 +36,9 @@ class TorchExecutor:
     """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
 
     Other rows of a batch affect a row's logits only through rounding, which differs between batch sizes: by about 1e-6
-    (fp32) or one bf16 ulp. Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the model
-    cannot be computed exactly, if it does not support max_model_len tokens, or if its layers do not suit the layout.
+    (fp32) or one bf16 ulp. Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the
+    engine would not compute the same logits as transformers, if the model does not support max_model_len tokens, or if
+    its layers do not suit the layout.
     """
 
     def __init__(
@@ -153,9 +154,10 @@ class TorchExecutor:
         return self._model.forward(input_ids, positions, context, logit_rows)
 
     def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
-        """Run the two largest steps that the scheduler may plan, which compiles the kernels and overwrites the cache.
+        """Run the step with the most tokens and the step with the most decodes that the scheduler may plan.
 
-        Returns the peak of the bytes allocated in addition to weights and cache; None if torch does not count bytes.
+        This compiles the kernels and overwrites the cache. Returns the peak of the bytes allocated in addition to
+        weights and cache, or None on a CPU, where torch does not count bytes.
         """
         num_rows = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
@@ -173,10 +175,11 @@ class TorchExecutor:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
-        """Return a plan for measuring the time of a step.
+        """Return a plan of a step whose time is to be measured.
 
-        Each of `rows` is (number of context tokens, number of new tokens) of a greedy row. The step also swaps
-        `num_swapped` blocks out and in again. It overwrites the cache, so an engine that runs it must not serve.
+        `rows` has (number of context tokens, number of new tokens) for each sequence. Sequences are greedy. The step
+        also swaps `num_swapped` blocks out and in again. Computing the plan overwrites the cache, so requests must not
+        be served meanwhile.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]
@@ -185,7 +188,10 @@ class TorchExecutor:
     def _dummy_row(
         self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
     ) -> ScheduledRow:
-        """Return a row of a made-up sequence, whose result is not used. Rows share blocks if the cache has too few."""
+        """Return a row of an invented sequence that has `start` computed tokens and `num_tokens` new tokens.
+
+        `row` is the row's number in the step. Rows share blocks if the cache has too few.
+        """
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

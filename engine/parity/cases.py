@@ -32,9 +32,9 @@ class ParityPrompt:
 class PromptSet:
     """Prompts of all cases. `general` prompts have varied lengths; the first is exactly 3 blocks long.
 
-    Each prompt in `edges` begins with the first tokens of that prompt. `shared` has the number of these tokens for
-    each: 1 block - 1, 1 block, 1 block + 1, 2 blocks - 1, 2 blocks, and 2 blocks + 1. The first four `edges` are two
-    blocks long, so that each needs a third block for its second output token.
+    Each prompt in `edges` begins like the first of the `general` prompts. `shared` has the number of tokens that each
+    of them has in common with that prompt: 1 block - 1, 1 block, 1 block + 1, 2 blocks - 1, 2 blocks, and 2 blocks + 1.
+    The first four `edges` are two blocks long, so that each needs a third block for its second output token.
     """
 
     general: tuple[ParityPrompt, ...]
@@ -89,7 +89,7 @@ class ParityCase:
 
     The prompts of a wave are added together after the previous wave has finished. `token_budget` is
     max_num_batched_tokens, and `num_tokens` is the length of each output. `cached_tokens` are the expected prefix hits,
-    in tokens, of the last wave. If `preempted` is set, at least one request must be preempted in this way.
+    in tokens, of the last wave. If `preempted` is not None, at least one request must be preempted in this way.
     """
 
     name: str

@@ -31,9 +31,9 @@ class Continuation:
 
 
 class Reference:
-    """Plain transformers as the reference. It runs `model` with eager attention, one prompt at a time.
+    """Plain transformers as the reference, one prompt at a time.
 
-    Afterwards the model's attention implementation is still eager.
+    `continuation` and `logits` set the model's attention implementation to eager and leave it so.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -65,7 +65,10 @@ class Reference:
         return Continuation(tuple(tokens), logits, spread)
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
-        """Compute, on one full pass, the logits [len(token_ids) - start, V] that predict token_ids[start:] (on CPU)."""
+        """Return the logits [len(token_ids) - start, V] that predict token_ids[start:], from one full forward pass.
+
+        The logits are on the CPU.
+        """
         set_attention(self._model, IMPLEMENTATION)
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=self._model.device)
@@ -160,8 +163,8 @@ class Divergence:
 class CaseResult:
     """Result of one case. `differences` [n] has the largest difference of logits at each position.
 
-    `judged_logit_diff` must be within `tolerance`; None means that no logits could be compared. `problems` describes
-    other faults: the engine failed, or an expected preemption or prefix hit did not happen.
+    `judged_logit_diff` (see `Tolerance.judged`) must be at most `tolerance`; None means that no logits were compared.
+    `problems` describes other faults: the engine failed, or an expected preemption or prefix hit did not happen.
     """
 
     name: str
@@ -228,7 +231,7 @@ def compare(
 
 
 def _divergence(prompt: str, position: int, expected: Continuation, got: int, logits: torch.Tensor) -> Divergence:
-    """Return the divergence at `position`, explained if its margin is at most twice the difference of the logits."""
+    """Return the divergence at `position`, explained if its margin is at most twice the largest logit difference."""
     wanted, own = expected.logits[position].double(), expected.token_ids[position]
     margin = float(wanted[own] - wanted[got])
     explained = margin <= 2 * float(differences(logits.double(), wanted))

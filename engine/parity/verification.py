@@ -72,7 +72,8 @@ def check_parity(
 ) -> ParityReport:
     """Compare the engine with plain transformers over `num_tokens` greedy tokens for each prompt.
 
-    Raises ConfigError if outputs exceed the model's context, or if their logits exceed MAX_LOGIT_BYTES.
+    Raises ConfigError if a prompt and its output exceed the model's context, or if the logits of all outputs exceed
+    MAX_LOGIT_BYTES.
     """
     prompts = make_prompts(
         loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed
@@ -103,7 +104,7 @@ def check_parity(
 
 
 def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
-    """Raise ConfigError if prompts and outputs exceed the model's context, or if the logits exceed MAX_LOGIT_BYTES."""
+    """Raise ConfigError if a prompt and its output exceed the model's context, or all logits exceed MAX_LOGIT_BYTES."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     limit = loaded.info.max_position - longest
     if num_tokens > limit:
@@ -122,7 +123,7 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
 
 
 def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
-    """Add the case's preemptions and prefix hits to `result`, and a problem if an expected one did not happen."""
+    """Describe the preemptions or prefix hits of a case in `result.detail`. Add a problem for each that is missing."""
     if case.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:

@@ -33,7 +33,10 @@ ELEMENTS = {
 
 
 def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
-    """Return a decorator that compiles a function when it is first called. Compiled functions release the GIL."""
+    """Return a decorator that compiles a function when the function is first called. Compiled code releases the GIL.
+
+    `fastmath` has the flags with which LLVM may change floating-point arithmetic.
+    """
 
     def decorate(function: Function) -> Function:
         options = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}

@@ -88,7 +88,7 @@ def attend_rows(
 ) -> None:
     """Compute attention for the sequences with at most MAX_ROW_QUERIES queries and write it to `output`.
 
-    `output` is [tokens, heads, value_dim]; other sequences' tokens are left as they are. `output`, `sinks` and `slopes`
+    `output` is [tokens, heads, value_dim]; the tokens of other sequences do not change. `output`, `sinks` and `slopes`
     are float32, the caches have a dtype in ELEMENTS, and `block_tables` are int32. `bounds` are the values of
     cu_seqlens_q. All tensors but `query` and `block_tables` must be contiguous.
     """

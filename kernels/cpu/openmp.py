@@ -42,9 +42,9 @@ def load_runtime() -> ctypes.CDLL | None:
 def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
     """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
 
-    `parallel` selects all threads. `body` gets a pointer to `arguments`, one record, of which `run` sets the field
-    num_threads. In `body`, thread_num() returns the number of the thread. `run` never uses a smaller team of threads,
-    because libgomp would end the other threads.
+    `parallel` selects all threads, if torch's runtime has GOMP_parallel. `run` never starts some of the threads,
+    because libgomp would end the others. `body` gets a pointer to `arguments`, one record, of which `run` sets the
+    field num_threads. In `body`, thread_num() returns the number of the thread.
     """
     runtime = load_runtime() if parallel else None
     arguments["num_threads"] = num_threads = torch.get_num_threads() if runtime else 1

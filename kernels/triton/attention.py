@@ -4,9 +4,9 @@ Each program computes one tile: consecutive queries of one sequence, with all qu
 even in a decode, the query heads fill the rows of a tensor-core product.
 
 Each program finds the sequence of its tile on the device, so the host never waits for the lengths. The tiles of
-sequence b have the numbers from cu_seqlens_q[b] // TILE_QUERIES + b on, which leaves enough room for all. Programs
-whose number belongs to no tile end at once. If a batch has few tiles, the keys of each tile are divided into splits for
-separate programs, and `join_kernel` joins their results.
+sequence b have the numbers from cu_seqlens_q[b] // TILE_QUERIES + b on, so there are enough numbers for all tiles of
+the sequences before it. Programs whose number belongs to no tile end at once. If a batch has few tiles, the keys of
+each tile are divided into splits for separate programs, and `join_kernel` joins their results.
 """
 
 # Triton code has no Python types. Names in capitals are compile-time constants.
@@ -137,7 +137,8 @@ def visit_keys(
 ):
     """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total.
 
-    Unless MASKED, every row attends to all keys, a multiple of BLOCK_N. Without a softcap, `scale` includes log2 e.
+    If MASKED is False, every row must attend to all these keys, and their number must be a multiple of BLOCK_N. Without
+    a softcap, `scale` includes log2 e.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
@@ -245,7 +246,7 @@ def store_rows(
     BLOCK_V: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Store the outputs of the real rows at their `lines`. A line is one head of one token; other rows are padding.
+    """Store the outputs of the `real` rows (others are padding) at their `lines`. A line is one head of one token.
 
     If SPLIT, outputs are not divided by the sum of exponentials, and `stats` gets each row's maximum and sum.
     """
@@ -300,7 +301,7 @@ def attend_kernel(
     SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Compute attention in the program (tile, KV head, split).
+    """Compute the attention of one tile and KV head over one split of the keys. These three are the program ids.
 
     Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
     """
@@ -339,7 +340,7 @@ def join_kernel(
     BLOCK_V: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Join the splits of one line (one head of one token) in the program (line).
+    """Join the splits of one line (one head of one token). The number of the line is the program id.
 
     Each split is rescaled from its own maximum to the largest maximum of all splits.
     """
@@ -371,7 +372,7 @@ def write_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy one key or value vector to the cache in the program (token, KV head)."""
+    """Copy the key or value vector of one token and KV head, the program ids, to the cache. Skip negative slots."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
     if slot < 0:

@@ -186,8 +186,8 @@ def choose_tiling(
     `group` is the number of query heads per KV head. `max_context`, in tokens, may be an upper bound. `item_size` is
     the bytes of one element of the query. `num_processors` is the GPU's number of streaming multiprocessors. For each
     dtype and head size there are only two values of block_m, for batches of decodes and for all others, so that few
-    kernels are compiled. The number of splits is the smallest that gives every multiprocessor two programs, within
-    limits.
+    kernels are compiled. The number of splits is the smallest that gives every multiprocessor two programs, but
+    at most MAX_SPLITS, and a split has at least MIN_SPLIT_TOKENS keys.
     """
     block_d, block_v = padded(head_dim), padded(value_dim)
     row_bytes = max(block_d, block_v) * item_size
