@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class BudgetAnalysis:
     """Memory plan of the model `spec` on one device, compared with the demand of the user.
 
-    `has_demand` is True if --users or --context was given. `mean_len` is in tokens. `refusal` is the reason why
-    `llmsched serve` refuses the model. `quantization` is the value of that flag.
+    `has_demand` is True if --users or --context was given. `mean_len` and `quantization` are the values of these
+    flags (in tokens; a format). `refusal` is the reason why `llmsched serve` refuses the model, if it does.
     """
 
     spec: str
@@ -59,19 +59,19 @@ class BudgetAnalysis:
 
     @property
     def problem(self) -> str | None:
-        """Reason why the plan does not meet the demand, or why that is not known; None if it meets the demand."""
+        """Reason why the plan does not meet the demand, or why the answer is not known; None if it meets the demand."""
         return self.demand.shortfall(self.plan) or self.shape.weights.doubt
 
     @property
     def fits(self) -> bool | None:
-        """True if the plan meets the demand. None if only its weights, which may be far larger, leave it open."""
+        """True if the plan meets the demand. None if it does, but the weights may be far larger than counted."""
         if self.demand.shortfall(self.plan) is not None:
             return False
         return True if self.shape.weights.doubt is None else None
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes that would make the demand fit, the cheapest first. Empty if it fits or the weights are unknown."""
+        """Changes that would make the demand fit, the cheapest first. Empty if it fits or the weights are in doubt."""
         if self.fits or self.shape.weights.doubt is not None:
             return []
         known = [(spec.key, gpu_device(spec)) for spec in gpus().values()]

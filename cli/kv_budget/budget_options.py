@@ -136,7 +136,7 @@ class BudgetOptions:
     def devices(self, config: EngineConfig) -> list[DeviceMemory]:
         """Return the GPUs that the flags select or, without such a flag, the device of this machine.
 
-        Raises ConfigError if a GPU is unknown or `config` asks for the CPU.
+        Raises ConfigError if a GPU is unknown, or if the flags select a GPU but `config` asks for the CPU.
         """
         if self.gpu is None and self.gpu_memory is None and self.simulate in (None, LOCAL):
             return [device_memory(config.device)]
@@ -151,7 +151,7 @@ class BudgetOptions:
         return [gpu_device(_find_gpu("simulate", (self.simulate or "").partition(":")[0], ", or local"))]
 
     def distribution(self, config: EngineConfig) -> LengthDistribution | None:
-        """Return the request lengths of --lengths, or of --mean-len and --cv-len, or None without these flags.
+        """Return the request lengths of --lengths, else of --mean-len and --cv-len if both are given, else None.
 
         Raises ConfigError if the file of --lengths is not valid, or if --mean-len exceeds max_model_len.
         """
@@ -173,7 +173,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. Raises ConfigError, which names `field` and `alternative`, if the GPU is unknown."""
+    """Return the GPU `name`. For an unknown GPU, raises ConfigError on `field`, ending with `alternative`."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

@@ -82,7 +82,7 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
 
 
 def _show_serve_line(analysis: BudgetAnalysis) -> None:
-    """End the report with the command that serves by this plan, if `llmsched serve` can."""
+    """End the report with the command line that `serve_line` returns, if any."""
     if (line := serve_line(analysis)) is not None:
         if not analysis.fits:
             render.say("with the cheapest change that works on this device:")

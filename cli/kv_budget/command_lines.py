@@ -24,7 +24,7 @@ _GIB = 1 << 30
 def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
     """Return the command that starts `engine` with the analysis's model, dtypes, lengths and memory.
 
-    Raises ConfigError if MODEL is a config.json that names no model.
+    Raises ConfigError if MODEL is a JSON file from which the model cannot be told (see `_model`).
     """
     model = _model(analysis)
     if model is None:
@@ -33,9 +33,9 @@ def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
 
 
 def serve_line(analysis: BudgetAnalysis) -> str | None:
-    """Return the `llmsched serve` command of the plan or, if it does not fit, of the cheapest change on this device.
+    """Return the `llmsched serve` command of the plan. Return None if it would fail, or if the plan is for vLLM.
 
-    The result is None if no such command works, or if the plan is for vLLM.
+    If the demand does not fit, the command has the settings of the cheapest change that makes it fit on this device.
     """
     config = analysis.config
     if analysis.planner.profile is not None:
@@ -54,16 +54,17 @@ def serve_line(analysis: BudgetAnalysis) -> str | None:
 
 
 def with_vllm_defaults(config: EngineConfig, given: Mapping[str, Any], device: DeviceMemory) -> EngineConfig:
-    """Return `config` with vLLM's defaults for a GPU in place of ours. Settings in `given` are not changed."""
+    """Return `config` with vLLM's defaults for the settings not in `given`. For a CPU, nothing is changed."""
     defaults: Mapping[str, Any] = vllm_defaults(device) if device.kind == "cuda" else {}
     return replace(config, **{name: value for name, value in defaults.items() if name not in given})
 
 
 def _model(analysis: BudgetAnalysis) -> str | None:
-    """Return the model as a directory, a .gguf file or a hub id, or None if MODEL is a config.json without a model.
+    """Return the model's directory, .gguf file or hub id; None if MODEL is a JSON file that names no model.
 
-    A config.json belongs to the model files beside it, or else to the hub id that it states, or that its file is named
-    after (ORGANISATION--NAME_config.json).
+    For a config.json with weights beside it, return its directory. For another JSON file, return the hub id in its
+    _name_or_path, or else in the file's name (ORGANISATION--NAME_config.json). Without either, return the directory of
+    a config.json.
     """
     spec, path = analysis.spec, Path(analysis.spec)
     if path.suffix != ".json":

@@ -120,7 +120,7 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
-    """Return how many requests of the given lengths fit, and the probability that a step preempts one, if known."""
+    """Return how many requests of `analysis.lengths` fit, and how probably a step preempts one; None if not known."""
     plan, lengths = analysis.plan, analysis.lengths
     if lengths is None or not plan.fits or (kept := lengths.within(plan.max_model_len)) is None:
         return None

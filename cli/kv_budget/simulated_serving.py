@@ -17,7 +17,8 @@ def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], lis
     """Simulate a closed loop on `device`, with as many requests as admission starts at once, but at most --users.
 
     Return the JSON document (times in milliseconds, rates per second) and sentences about its accuracy, or None if the
-    model does not fit. Raises ConfigError for an unknown GPU, or if `device` is "local" and not calibrated.
+    model does not fit. Raises ConfigError for an unknown GPU, or if `device` is "local" and `llmsched calibrate` has
+    not measured the model on this machine.
     """
     from llmsched.cli.figures.measure import measure
     from llmsched.cli.load.synthetic_load import SyntheticLoad

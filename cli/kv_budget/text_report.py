@@ -65,13 +65,13 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return the head dimension as text, after `factor`, or a sum such as "192 + 128" if keys and values differ."""
+    """Return `factor` and the head dimension; if keys and values differ, only their sum, such as "192 + 128"."""
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 
 
 def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the table row of a group of layers. "B per token here" is what this engine caches for one token."""
+    """Return the table row of a group of layers. The column "B per token here" is what this engine caches."""
     if group["kind"] == "state":
         return ("state", str(group["layers"]), "", "", "", "0", "0", f"{group['state_bytes_per_seq']:,}")
     return (
@@ -179,7 +179,7 @@ def _probability(row: dict[str, Any]) -> str:
 
 
 def _show_answer(document: dict[str, Any]) -> None:
-    """Print that the demand fits, or why it does not and which changes would help, or why that is not known."""
+    """Print that the demand fits, or why it does not and which changes would help, or why the answer is unknown."""
     if document["fits"]:
         if document["users"] is not None:
             render.say(f"fits: {document['users']:,} requests of {document['context']:,} tokens at the same time")

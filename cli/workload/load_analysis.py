@@ -141,7 +141,7 @@ def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
 
 
 def serve_knobs(found: LoadAnalysis) -> dict[str, Any]:
-    """Return the engine settings that differ from their defaults if the advice is followed.
+    """Return the recommended engine settings that differ from their defaults.
 
     max_model_len is left out if lengths are counted in words.
     """

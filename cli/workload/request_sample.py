@@ -16,7 +16,7 @@ class RequestSample:
 
     `inputs` and `outputs` are prompt and answer lengths in tokens, `offsets` times in seconds. `prompts` has a sequence
     of ids per request. An id stands for `unit` tokens (the last id of a prompt may stand for fewer). Equal ids stand
-    for equal tokens. `tokens` says what counts as a token; if `in_words` is True, words do.
+    for equal tokens. `tokens` says what counts as a token. If `in_words` is True, each word counts as one.
     """
 
     name: str

@@ -19,8 +19,8 @@ PIN_SHARE = 0.05
 class Coverage:
     """Share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
 
-    If `exact` is False, `tokens` is not a multiple of the trace's block length. Then `share` counts prompts that share
-    the whole block, so the true share may be larger.
+    If `exact` is False, `tokens` is not a multiple of the trace's block length. Then the prefix is `tokens` rounded
+    down to whole blocks, but at least one block.
     """
 
     tokens: int
@@ -42,7 +42,7 @@ class SharedPrefixes:
     """Figures of an unlimited prefix cache that serves each request from all requests before it.
 
     `hit_rate` is the share of prompt tokens served from whole cached blocks. `distinct_tokens` is the number of tokens
-    in the cache at the end. `pin` is the prefix that saves the most prompt tokens, if enough requests share one.
+    in the cache at the end. `pin` is the prefix that saves the most prompt tokens; None if too few requests share one.
     """
 
     coverage: tuple[Coverage, ...]

@@ -68,7 +68,7 @@ class ConfigCache:
         self.directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the value cached under `name`, or else cache and return the result of `ask`, which is plain JSON."""
+        """Return the value cached under `name`. If there is none, cache and return what `ask` returns (plain JSON)."""
         if name not in self._answers:
             self._answers[name] = ask()
             try:
@@ -98,8 +98,8 @@ class Fields:
     """Settings of the language model that a config describes, under standard names (standard_settings.py).
 
     `config` is the whole config, including its vision part. `known` is True if `values` includes the defaults of the
-    model_type. The file states a value for the names in `stated`, and none for those in `unstated`, although it should.
-    `read` are the names that were passed to `get`.
+    model_type. `stated` are the names for which config.json has a value, `unstated` those whose values are assumed,
+    because config.json should state them but does not. `read` are the names that were passed to `get`.
     """
 
     values: Mapping[str, Any]
@@ -125,11 +125,11 @@ class Fields:
         return value
 
     def reread(self) -> Fields:
-        """Return the same settings, of which none is read yet."""
+        """Return a copy in which `read` is empty."""
         return replace(self, read=set())
 
     def assumed(self) -> Iterator[str]:
-        """Yield sentences about the settings that were read, although the config does not state them."""
+        """Yield a sentence about each setting that is in both `read` and `unstated`."""
         for name in sorted(self.read & self.unstated):
             value = self.values.get(name)
             counted = "" if value is None or isinstance(value, list | Mapping) else f"; {value} is assumed"
@@ -138,14 +138,14 @@ class Fields:
     def unread(self, pattern: re.Pattern[str], irrelevant: Set[str] = frozenset()) -> Iterator[str]:
         """Yield a sentence about the settings that may matter but were not read, if there are any.
 
-        A setting may matter if its name matches `pattern` and is neither harmless nor `irrelevant`.
+        A setting may matter if its name matches `pattern`, is not in `irrelevant` and does not match `_HARMLESS`.
         """
         names = (name for name in self.stated - self.read - irrelevant if self.values.get(name))
         if unread := sorted(name for name in names if pattern.search(name) and not _HARMLESS.search(name)):
             yield f"{UNREAD}: {', '.join(unread)}"
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
-        """Return the value that `cache` has under `name`, or else the result of `question`, which is then cached."""
+        """Return the value that `cache` has under `name`. If there is none, call `question` and cache its result."""
         return question() if self.cache is None else self.cache.get(name, question)
 
     @property

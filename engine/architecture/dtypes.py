@@ -33,7 +33,7 @@ def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool =
 
 
 def check_servable(config: EngineConfig) -> None:
-    """Raise ConfigError if `config.kv_cache_dtype` is a kind of fp8, which this engine's kernels cannot read."""
+    """Raise ConfigError if `config.kv_cache_dtype` is an fp8 type, because this engine's kernels read no fp8 KV."""
     if config.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             "kv_cache_dtype",

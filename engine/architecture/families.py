@@ -41,9 +41,9 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Family of models with one model_type. `defaults` fill in the rest of a config.json that has all `needs`.
+    """Family of models with one model_type. `defaults` complete a config.json that states all settings in `needs`.
 
-    Published files also state the settings `states`; if one of these is missing, its default may be wrong.
+    Published files also state the settings in `states`; if one of these is missing, its default may be wrong.
     """
 
     parts: DecoderParts
@@ -53,7 +53,7 @@ class Family:
 
     @property
     def sizes(self) -> frozenset[str]:
-        """Sizes in `defaults`."""
+        """Names of the settings in `defaults` that are sizes."""
         return frozenset(name for name in self.defaults if name in _SIZES)
 
 

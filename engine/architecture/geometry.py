@@ -128,7 +128,7 @@ class Geometry:
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of a sequence, with recurrent state, if layers free the KV outside their windows."""
+        """Return the bytes of KV and state for `length` tokens, if layers with a window keep only the KV within it."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
@@ -225,7 +225,7 @@ class LayerReader:
         return self._attention_names(layers)
 
     def _attention_names(self, layers: int) -> list[str]:
-        """Return the layer types if the config does not list them: all full, all with a window, or every n-th full."""
+        """Return the type of each layer, full or sliding-window attention, for a config that does not list types."""
         fields = self.fields
         window = fields.get("attention_window_size", "sliding_window")
         used, first = fields.get("use_sliding_window"), fields.get("max_window_layers")
@@ -324,7 +324,7 @@ class LayerReader:
         return width
 
     def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
-        """Return a layer's value of a setting: set for this layer alone, for layers with a window, or for all."""
+        """Return a layer's value of a setting: its own in the config, that of layers with a window, or that of all."""
         value = self.fields.get(f"swa_{name}") if kind == "window" else None
         value = self.fields.get(name) if value is None else value
         overrides = self.fields.get("per_layer_config")

@@ -38,10 +38,10 @@ def add_up(parts: Iterable[Parameters]) -> Parameters:
 
 
 def count_parameters(config: Fields) -> dict[str, Parameters] | None:
-    """Count the parameters in each module of the language model, by its name in checkpoints ("model.layers.0.mlp").
+    """Count the parameters in each module of the language model. Return them by name ("model.layers.0.mlp").
 
-    Returns None for a family or variant that families.py does not describe. Matrices of all routed experts of a layer
-    count under the name of its first one.
+    The names are those in checkpoints; all routed experts of a layer are counted under the name of the first. Returns
+    None for a family or variant that families.py does not describe.
 
     Raises ModelError if the config does not describe all layers.
     """

@@ -46,10 +46,11 @@ Bits = float | None
 class Quantization:
     """Format of a quantised checkpoint.
 
-    `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, both with scales
-    and zero points; None means not quantised. `overrides` are patterns of module names and the bits of these modules;
-    the first match counts. `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has scales for an
-    fp8 KV cache; fp8 weights alone do not imply such scales. `kv_doubts` says what is not understood of its KV cache.
+    `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, both including
+    scales and zero points; None means not quantised. `overrides` are patterns of module names and the bits of these
+    modules; the first match counts. `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has
+    scales for an fp8 KV cache; fp8 weights alone do not imply such scales. `kv_doubts` are notes on an unclear type of
+    KV.
     """
 
     method: str
@@ -132,7 +133,7 @@ def scheme_of(settings: Mapping[str, Any]) -> str:
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return the name of the method that wrote a quantization_config; without quant_method, from its other settings."""
+    """Return the quant_method of a quantization_config. If it has none, infer the method from its other settings."""
     if method := settings.get("quant_method"):
         name = str(method).lower().replace("_", "-")
         return next((known for known in _FORMATS if name == known or name.startswith(f"{known}-")), name)
@@ -169,7 +170,7 @@ _KV_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype", "kv_
 
 
 def _kv(settings: Mapping[str, Any], method: str) -> tuple[bool, tuple[str, ...]]:
-    """Return whether KV is stored in fp8, and what is said of KV that is not understood."""
+    """Return True if KV is stored in fp8, and a note if the settings do not say how it is stored, or are unknown."""
     named = [name for name in _KV_SETTINGS if name in settings]
     if not named and method in ("modelopt", "compressed-tensors"):
         return False, (_NO_KV,)
@@ -187,7 +188,7 @@ def _kv(settings: Mapping[str, Any], method: str) -> tuple[bool, tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """Bits of the modules that match `pattern` (None: all others); `fp8` says that activations have 8 bits too."""
+    """Bits of the modules that match `pattern` (None: all others). `fp8` is True if activations have 8 bits too."""
 
     bits: Bits
     fp8: bool = False
@@ -195,18 +196,18 @@ class _Scheme:
 
 
 def _mxfp4(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Experts alone have 4 bits, with one 8-bit exponent per 32 weights."""
+    """Yield the scheme of MXFP4, which only experts use: 4 bits, and one 8-bit exponent per 32 weights."""
     yield _Scheme(4.25)
 
 
 def _fp8(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """8 bits, with one float32 scale per block if there are blocks."""
+    """Yield the scheme of FP8: 8 bits, with one float32 scale per block if there are blocks."""
     rows, columns = settings.get("weight_block_size") or (0, 0)
     yield _Scheme(8 + (32 / (rows * columns) if rows else 0), fp8=True)
 
 
 def _grouped(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """AWQ, GPTQ, AutoRound: a scale and a zero point per group of weights; `dynamic` and `extra_config` for modules."""
+    """Yield the schemes of AWQ, GPTQ and AutoRound, which store a scale and a zero point per group of weights."""
     group = settings.get("group_size") or settings.get("q_group_size")
     bits = settings.get("bits") or settings.get("w_bit")
     yield _Scheme(_grouped_bits(bits, group, zero_point=True))
@@ -219,13 +220,13 @@ def _grouped(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """8 bits, or 4 and one float32 maximum per 64 weights, which has 8 bits with double quantisation."""
+    """Yield the scheme of bitsandbytes: 8 bits; or 4 bits and a maximum (32 or 8 bits) per 64 weights."""
     double = settings.get("bnb_4bit_use_double_quant")
     yield _Scheme(8 if settings.get("load_in_8bit") else 4 + (8 / 64 if double else 32 / 64))
 
 
 def _modelopt(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """NVIDIA ModelOpt: one algorithm for all matrices, or one for each of `quantized_layers`, and none for others."""
+    """Yield the schemes of NVIDIA ModelOpt: one for each of the `quantized_layers` or, without these, one for all."""
     layers = settings.get("quantized_layers") or {}
     for name, own in layers.items():
         yield _algorithm(own.get("quant_algo"), own.get("group_size"), _module_pattern(name))
@@ -241,7 +242,7 @@ def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) ->
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """llm-compressor: groups of modules, each with a scheme for weights and one for activations."""
+    """Yield the schemes of llm-compressor, which has groups of modules with settings for weights and activations."""
     for group in (settings.get("config_groups") or {}).values():
         weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
         number, size = weights.get("num_bits"), weights.get("group_size")
@@ -253,7 +254,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
 
 
 def _quark(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """AMD Quark: a global scheme, and schemes for patterns of modules."""
+    """Yield the schemes of AMD Quark: a global one, and one for each pattern of module names."""
     yield _quark_scheme(settings.get("global_quant_config") or {})
     for name, own in (settings.get("layer_quant_config") or {}).items():
         yield _quark_scheme(own, _module_pattern(name))
@@ -302,9 +303,10 @@ def _ignored(settings: Mapping[str, Any]) -> Iterator[re.Pattern[str]]:
 
 
 def _module_pattern(name: str) -> re.Pattern[str]:
-    """Return the pattern of a module's name and of all within it: a regular expression after "re:", else with * and ?.
+    """Return a pattern that matches the modules `name` and all modules in them. * and ? in `name` are wildcards.
 
-    Names before the first "layers." differ between a text model and the same model as part of a multimodal one.
+    After "re:", `name` is a regular expression. The part of a name before the first "layers." is ignored, because it
+    differs between a text model and the same model as part of a multimodal one.
     """
     if name.startswith("re:"):
         return _compiled(re.sub(r"^\^?((language_model|model)\\?\.)*", "", name[3:]))
@@ -321,7 +323,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool, scale_bits: int = 16) -> Bits:
-    """Return the bits per weight, including its share of the group's scale and zero point; None if unknown."""
+    """Return the bits per weight, with each weight's share of its group's scale and zero point; None if unknown."""
     if not isinstance(bits, int) or bits < 1:
         return None
     shared = scale_bits + (bits if zero_point else 0)

@@ -50,7 +50,7 @@ _BLOCK_READ = frozenset({"no_op", "n_heads_in_group", "num_key_value_heads", "re
 
 
 def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under standard names, without those that are null. Raises ModelError for wrong lists."""
+    """Return the settings under standard names, without null ones. Raises ModelError for a wrong linear_attn_config."""
     values = {name: value for name, value in stated.items() if value is not None}
     for other, name in STANDARD_NAMES.items():
         if other in values and values.get(name, values[other]) == values[other]:
@@ -111,7 +111,7 @@ def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any
 
 
 def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[str, Any]:
-    """Rewrite linear_attn_config of Kimi Linear: numbers of the full and of the delta attention layers, from 1 on."""
+    """Rewrite linear_attn_config of Kimi Linear, which numbers the layers of full and of delta attention from 1."""
     full, delta = (set(described.get(name, ())) for name in ("full_attn_layers", "kda_layers"))
     layers = range(1, int(values.get("num_hidden_layers", 0)) + 1)
     if full & delta or full | delta != set(layers):
@@ -131,7 +131,7 @@ def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[st
 
 
 def _from_linear_heads(values: dict[str, Any], heads: Any) -> dict[str, Any]:
-    """Rewrite linear_num_heads, in Kimi Linear as transformers saves it: keys and values have the same heads."""
+    """Rewrite linear_num_heads, which transformers saves for Kimi Linear: as many key heads as value heads."""
     width = values.pop("linear_head_dim")
     names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
     return dict(zip(names, (heads, heads, width, width), strict=True))

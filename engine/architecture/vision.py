@@ -28,7 +28,7 @@ def encoder_parameters(config: Settings) -> int | None:
 
 
 def can_be_built(config: Settings) -> bool:
-    """Return whether encoders whose parameters are not counted here are all described, so that they can be built."""
+    """Return True if the config describes an encoder that `_ENCODERS` lacks; building the model can count it."""
     described = any(isinstance(config.get(f"{name}_config"), Mapping) for name in ("vision", "audio", "speech"))
     return described and str(config.get("model_type")) not in _ENCODERS
 

@@ -62,8 +62,8 @@ _REMEDY = "give the size of the weights with --weights-bytes, or name a director
 class Weights:
     """Size of a model's weights: `count` bytes in the serving type. `exact` is False for an estimate.
 
-    `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown". `doubt` says why even an
-    estimate may be far from the truth.
+    `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown". `doubt` says why the
+    estimate may be far from the truth; None if it is close.
     """
 
     count: int
@@ -116,7 +116,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
     """Count the parameters of a model's modules from families.FAMILIES, or else from a model built on the meta device.
 
-    Returns the counts and notes that say what is not counted or is assumed. Without counts neither way works.
+    Returns the counts and notes that say what is not counted or is assumed. Counts are empty if neither way works.
     """
     counted = count_parameters(fields)
     encoders = encoder_parameters(fields.content)
@@ -244,7 +244,7 @@ def _built_modules(config: Any) -> dict[str, Any] | None:
 
 
 def _unstated(made: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings that may change the number of parameters and that only the config's class states."""
+    """Yield the settings of `made` that may change the number of parameters and that `content` does not state."""
     stated = standardise(content)
     for name, value in standardise(made).items():
         if isinstance(value, Mapping) and name.endswith("_config"):

@@ -39,7 +39,7 @@ _OFF_AT_ONE = frozenset(
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the SamplingParams fields that generation_config.json sets for requests that leave them out.
 
-    If it sets do_sample to false, temperature and the filters do not apply, as in transformers.
+    If the file sets do_sample to false, its temperature, top_p, top_k and min_p do not count, as in transformers.
     """
     left_out = _SAMPLING_ONLY if generation.get("do_sample") is False else ()
     found = {
@@ -53,7 +53,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_fields(generation: Mapping[str, Any], context: int) -> list[str]:
-    """Return the fields that would change the output but are not supported. `context` is the model's longest one."""
+    """Return the unsupported fields that would change the output. `context` is the model's longest, in tokens."""
     return [
         name
         for name, value in generation.items()

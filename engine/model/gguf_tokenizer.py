@@ -84,7 +84,7 @@ _SPACE = "\u2581"
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of `file` with its chat template. Raises ModelError for an unsupported kind."""
+    """Return the tokenizer of `file` with its chat template. Raises ModelError for an unsupported kind of tokenizer."""
     model = file.metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         backend, add_bos = _byte_level(file)
@@ -138,7 +138,7 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like SentencePiece's BPE, and True because it adds BOS by default.
+    """Return a tokenizer like SentencePiece's BPE, and True, because BOS is added by default.
 
     The tokenizer merges the pair with the best score first and encodes unknown characters as bytes.
     """

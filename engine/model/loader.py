@@ -191,9 +191,9 @@ def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
 
 
 def _check_tied(source: ModelSource, model: PreTrainedModel) -> None:
-    """Raise ModelError if config.json ties lm_head to the embeddings but the files hold another lm_head.
+    """Raise ModelError if config.json ties lm_head to the embeddings but the files have a different lm_head.
 
-    transformers leaves the two apart in this case. The memory plan counts them once.
+    transformers would then load both matrices, of which the memory plan counts only one.
     """
     if not model._tied_weights_keys or not model.config.get_text_config().tie_word_embeddings:
         return
@@ -211,7 +211,7 @@ def _check_tied(source: ModelSource, model: PreTrainedModel) -> None:
 def _check_vocabulary(source: ModelSource, info: ModelInfo, tokenizer: Tokenizer) -> None:
     """Raise ModelError if the tokenizer has no tokens, or the model has no embedding for an ordinary token, BOS or EOS.
 
-    Other added tokens without an embedding are logged. A prompt that contains one is refused.
+    If other added tokens lack an embedding, this is only logged; prompts that contain one are refused.
     """
     ordinary = tokenizer.backend.get_vocab(with_added_tokens=False).values()
     if not ordinary:

@@ -59,9 +59,9 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
 class KVCache:
     """KV of all blocks. A block belongs to one group at a time. `places` has the group and the part of each layer.
 
-    For each part of a group (see LayerPlace), `keys` has a tensor [num_blocks, kv_heads, block_size, key_dim], and
-    `values` has a tensor [num_blocks, kv_heads, block_size, value_dim]. The tensors are initialised with zeros, because
-    kernels multiply the values of masked positions by 0, and 0 x NaN is NaN.
+    Layers with the same part in different groups share tensors. For each part, `keys` has a tensor [num_blocks,
+    kv_heads, block_size, key_dim], and `values` one [num_blocks, kv_heads, block_size, value_dim]. The tensors are
+    initialised with zeros, because kernels multiply the values of masked positions by 0, and 0 x NaN is NaN.
     """
 
     keys: list[torch.Tensor]

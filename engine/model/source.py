@@ -24,7 +24,7 @@ _HUB_TIMEOUT = 5.0
 
 
 class HubUnreachableError(ModelError):
-    """Error for a hub that cannot be reached while its cache on this machine is incomplete."""
+    """Error of a download if the Hugging Face hub cannot be reached. The cache here may still have the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ModelSource:
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
-    """Find the model `spec` on disk. `demo` and hub ids are downloaded first. Raises ModelError if it is not found."""
+    """Find the model `spec` on disk; download `demo` or a hub id first. Raises ModelError if it does not exist."""
     if spec == "demo":
         from llmsched.engine.model.demo import demo_directory
 
@@ -74,7 +74,7 @@ def _open_directory(spec: str, path: Path) -> ModelSource:
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
-    """Return the path of a hub repository's config.json, cached or downloaded. Raises ModelError without one."""
+    """Return the path of a hub repository's config.json, cached or downloaded. Raises ModelError if neither works."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -102,7 +102,7 @@ def cached_config(repo_id: str) -> Path | None:
 
 
 def _check_reachable(repo_id: str) -> None:
-    """Ask the hub for config.json's headers, once. A download would retry for half a minute without a connection."""
+    """Raise an error soon if the hub cannot be reached; a download would first retry for half a minute."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -138,7 +138,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 def _hub_failures(repo_id: str) -> Iterator[None]:
     """Convert errors of huggingface_hub to ModelErrors that tell the user how to proceed.
 
-    The error is a HubUnreachableError if a model in the cache could still be served.
+    If the hub cannot be reached, the error is a HubUnreachableError, so that the caller can try the cache.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import (

@@ -1,4 +1,4 @@
-"""Checks that a model's architecture can be served, based on its config. probe.py makes those that need the model."""
+"""Checks of a model's config for whether serve can run the model. Checks of the model itself are in probe.py."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return the reason why serve would refuse the model with this content of config.json; None without a reason.
+    """Return why serve refuses a model with this content of config.json; None if its config gives no reason to.
 
-    Even then probe.py may refuse the model itself. Raises ModelError for a config that transformers rejects.
+    A model whose config is accepted may still be refused by probe.py. Raises ModelError if transformers rejects the
+    config.
     """
     decided, reason = refusal_of_file(content)
     if decided:
@@ -96,9 +97,10 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 
 
 def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Check the content of a config.json without importing transformers. Return a flag and a reason.
+    """Check the content of a config.json without importing transformers. Return (conclusive, reason).
 
-    The flag is True if this check is conclusive. The reason says why the model is refused, if it is.
+    `reason` says why the model is refused; None if it is not. `conclusive` is True if no other check of the config can
+    change this.
     """
     read = ("architectures", "model_type", "is_encoder_decoder", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})

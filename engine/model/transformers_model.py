@@ -23,7 +23,7 @@ IMPLEMENTATION = "llmsched_paged"
 class TransformersModel:
     """Wrapper of a transformers model in evaluation mode, whose attention function it replaces; see `PagedModel`.
 
-    Raises ModelError if the engine cannot compute it exactly (see `probe`).
+    Raises ModelError if the engine cannot compute the model exactly (see `probe`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -34,9 +34,11 @@ def render_chat(
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
     `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template, which transformers runs in a
-    sandbox. With `continue_final_message`, the prompt ends with the text of the last message instead. The template
-    writes all special tokens itself; those in messages and `template_kwargs` are plain text, as are other tokens with
-    which the template begins or ends a turn, unless `parse_special` is set.
+    sandbox. With `continue_final_message`, the prompt ends with the text of the last message instead.
+
+    Only the template writes special tokens. If messages or `template_kwargs` contain the text of one, it is encoded as
+    plain text. The same holds for other tokens that the template writes around turns, except in assistant messages.
+    With `parse_special`, both are encoded as tokens.
 
     Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or a keyword
     is reserved. `check` may refuse the text before it is encoded.
@@ -84,7 +86,7 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[
 
 @cache
 def _reserved() -> frozenset[str]:
-    """Return the keywords that requests may not pass to a template: arguments of the functions on the way to it."""
+    """Return the keywords that requests may not pass to a template, because transformers' own functions use them."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -94,9 +96,9 @@ def _reserved() -> frozenset[str]:
 
 
 def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
-    """Return `value` with the control tokens in its texts escaped.
+    """Return `value` with special tokens and those of `_turn_tokens` escaped in all its texts.
 
-    In the assistant's messages these are only the special tokens; the model itself wrote the others.
+    In messages of the assistant, only special tokens are escaped, because the model itself wrote the others.
     """
     if isinstance(value, str):
         return tokenizer.escape(value, () if role == "assistant" else _turn_tokens(tokenizer))
@@ -109,7 +111,7 @@ def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
 
 @lru_cache(maxsize=8)
 def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the added tokens that the chat template writes around turns although the tokenizer has them as text."""
+    """Return the added tokens that the chat template writes around turns but that are not special tokens."""
     chat = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
     for messages in (chat, chat[1:]):
         with suppress(RequestError):
@@ -122,7 +124,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, Any]) -> list[Message]:
-    """Return the first form of the messages that the template shows completely. Raises RequestError without one."""
+    """Return the first of `_forms` that the template shows completely. Raises RequestError if it shows none so."""
     if all(message.get("role") in (None, *_PLAIN_ROLES) and _is_plain(message) for message in messages):
         return messages
     problem: RequestError | None = None
@@ -144,9 +146,9 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
 def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[Message]]:
     """Yield the messages as they are, and then in forms for templates that know fewer roles.
 
-    First, developer messages become system messages; at once if the template does not name that role, because many
-    templates write any role and the model has only seen some. Then, system messages become part of a user's turn beside
-    them, at first only those after the first message.
+    In the second form, developer messages are system messages. If the template does not name the developer role, this
+    is the first form, because many templates write any role although the model knows only some. In the last forms,
+    system messages are part of a user's turn beside them: first those after the first message, then all.
     """
     as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     if knows_developers:
@@ -159,7 +161,7 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each system message joined to the user's turn beside it, or as a turn of its own."""
+    """Return the messages with each system message joined to the user message beside it, or as a user message."""
     turns: list[Message] = []
     after_system = False
     for message in messages:
@@ -175,7 +177,7 @@ def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_objects(message: Message) -> Message:
-    """Return the message with the arguments of its tool calls as objects, which most templates expect, not as JSON."""
+    """Return the message with the arguments of its tool calls parsed from JSON, as most templates expect them."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -189,7 +191,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
-    """Raise RequestError unless the template shows the content of each message, and each tool call, to the model.
+    """Raise RequestError if the template leaves out the content of a message or a tool call.
 
     The check renders the conversation with a made-up word in place of each content and each function's name.
     """

@@ -56,8 +56,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, escaped: bool = False) -> list[int]:
         """Return the token ids of `text`. Special tokens that are written in the text are recognised.
 
-        `add_special_tokens` adds the tokens around a text, often only BOS. `escaped` says that parts of the text come
-        from `escape`; they become the plain text that they were. Raises RequestError for a lone surrogate.
+        `add_special_tokens` adds the tokens around a text, often only BOS. With `escaped`, tokens that `escape` marked
+        in the text are not recognised, and the marks are removed. Raises RequestError for a lone surrogate.
         """
         check_unicode(text, "prompt")
         backend = self._unescaping if escaped and _MARK in text else self.backend
@@ -68,7 +68,7 @@ class Tokenizer:
     def escape(self, text: str, also: Iterable[str] = ()) -> str:
         """Return `text` with marks in its special tokens and in the tokens `also`, so that they are not recognised.
 
-        Text around it can be added before `encode(..., escaped=True)`, which removes the marks.
+        The result may become part of a longer text. `encode(..., escaped=True)` removes the marks.
         """
         for token in (_MARK, *self._special, *also):
             if token in text:
@@ -81,15 +81,15 @@ class Tokenizer:
         return sorted((token for token in plain if token in text and token.strip()), key=len, reverse=True)
 
     def warm_up(self) -> None:
-        """Do the work of a second now that the first text with escaped tokens would wait for."""
+        """Build now, in about a second, what the first text with escaped tokens would otherwise wait for."""
         self.encode(_MARK, escaped=True)
 
     @cached_property
     def _unescaping(self) -> tokenizers.Tokenizer:
         """Copy of the backend that removes the marks of `escape` after it has recognised added tokens.
 
-        The backend looks for added tokens in the raw text, then normalises the text between them, and then looks for
-        those added tokens that are declared as normalised; the copy has only blank tokens of that kind.
+        A backend looks for added tokens in the raw text, normalises the text between them, and then looks for the added
+        tokens that are declared as normalised. In the copy, only blank tokens are declared so.
         """
         from tokenizers import AddedToken, Tokenizer, normalizers
 
@@ -134,7 +134,7 @@ class Tokenizer:
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` certainly has, without encoding it; 0 if nothing is certain."""
+        """Return a lower bound of the number of tokens of `text` without encoding it; 0 if none is known."""
         longest, dropped = self._token_limits
         return 0 if longest is None else -(-len(text.replace(_MARK, "").encode().translate(None, dropped)) // longest)
 
@@ -142,8 +142,8 @@ class Tokenizer:
     def _token_limits(self) -> tuple[int | None, bytes]:
         """Most bytes of a text that one token can stand for, and the bytes that the tokenizer drops.
 
-        None if there is no such number: unknown characters may become one token, and a normaliser, a pre-tokeniser or a
-        token that strips white space may drop characters. There is one for BPE that keeps the text.
+        The number is None except for BPE that keeps the text. Other tokenizers may turn unknown characters into one
+        token, or drop characters in a normaliser, a pre-tokeniser or a token that strips white space.
         """
         vocab = self.backend.get_vocab(with_added_tokens=True)
         normalizer, pre_tokenizer = _steps(self.backend.normalizer), _steps(self.backend.pre_tokenizer)
@@ -180,7 +180,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Return whether a step of a tokenizer never drops characters."""
+    """Return True if this step of a tokenizer is known to drop no characters."""
     match step["type"]:
         case "Replace":
             return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + " "))
