@@ -1,4 +1,4 @@
-"""Eviction order of cached blocks: segmented LRU, private blocks before shared ones."""
+"""Eviction order of cached blocks (segmented LRU): blocks that only one request has used are evicted first."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_SHARED = 0.25
 class EvictionOrder:
     """Cached blocks of a pool of `num_blocks`, in the order in which they are evicted.
 
-    A block is private if only the request that wrote it has used it, and shared otherwise. Private blocks are evicted
-    before shared blocks. Within each kind, the least recently used block is evicted first. When shared blocks exceed
-    MAX_SHARED of the pool, the least recently used shared block becomes the newest private block (segmented LRU,
-    Karedla et al. 1994).
+    A block is private if only the request that wrote it has used it, and shared if other requests have used it too.
+    Private blocks are evicted before shared blocks. Within each kind, the least recently used block is evicted first.
+    When more than the share MAX_SHARED of the pool is cached shared blocks, the least recently used shared block
+    becomes the most recently used private block (segmented LRU, Karedla et al. 1994).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -33,12 +33,12 @@ class EvictionOrder:
         return block in self._segment_of(block)
 
     def mark_shared(self, blocks: Iterable[int]) -> None:
-        """Mark blocks as shared until they are evicted or become private. The blocks must not be cached now."""
+        """Mark blocks as shared until they are evicted or become private. The blocks must not be in this order now."""
         for block in blocks:
             self._is_shared[block] = 1
 
     def add(self, block: int) -> None:
-        """Add a block as the most recently used block of its kind."""
+        """Add a block as the most recently used block of its kind (private or shared)."""
         self._segment_of(block)[block] = None
         if len(self._shared) > self._max_shared:
             demoted, _ = self._shared.popitem(last=False)
@@ -50,11 +50,11 @@ class EvictionOrder:
         del self._segment_of(block)[block]
 
     def touch(self, block: int) -> None:
-        """Make a block the most recently used block of its kind."""
+        """Make a block the most recently used block of its kind (private or shared)."""
         self._segment_of(block).move_to_end(block)
 
     def discard(self, block: int) -> None:
-        """Remove a block whose content is useless."""
+        """Remove a block whose content has become useless, and its mark as shared."""
         del self._segment_of(block)[block]
         self._is_shared[block] = 0
 

@@ -26,9 +26,10 @@ MAX_GROUPS = 16
 class KVLayout:
     """Layout of KV: `full_groups` groups of full-attention layers and `window_groups` groups of sliding-window layers.
 
-    In sliding-window layers, a token attends to the last `window` tokens, itself included. For a sequence with c
-    computed tokens, sliding-window groups keep the block of token c and the `num_behind` blocks before this block, and
-    release all earlier blocks. (`num_behind` is at least 1, so that blocks found in the prefix cache stay referenced.)
+    In sliding-window layers, a token attends to the last `window` tokens, itself included. After c tokens of a sequence
+    are computed, sliding-window groups keep the block of the next token (position c) and the `num_behind` blocks before
+    this block, and release all earlier blocks. (`num_behind` is at least 1, so a request that reuses a cached prefix
+    always holds the prefix's last block.)
     """
 
     block_size: int
@@ -59,14 +60,14 @@ class KVLayout:
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the tokens that sequences of `num_tokens` tokens (an array) keep in blocks, summed over groups."""
+        """Return how many tokens a sequence keeps in blocks, summed over groups, for each length in `num_tokens`."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
         """Return the length in tokens of the longest sequence that fits in `num_blocks` blocks.
 
-        Returns sys.maxsize if all groups are sliding-window groups and one window fits in each.
+        Returns sys.maxsize if all groups are sliding-window groups and each group has blocks for one window.
         """
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
@@ -78,7 +79,10 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """Result of `group_layers`. `reason` says why sliding-window layers keep all tokens; None if they do not."""
+    """Result of `group_layers`: the layout, and the layers that share a block (`group`).
+
+    If sliding-window layers keep the KV of all tokens, `reason` says why; if not, or without such layers, it is None.
+    """
 
     layout: KVLayout
     group: tuple[LayerGroup, ...]
@@ -90,10 +94,10 @@ class LayerGrouping(NamedTuple):
 
 
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:
-    """Return how a model's layers are cached, for sequences of at most `longest` tokens (None: unknown).
+    """Return how a model's layers are grouped for caching. `longest` is the most tokens of a sequence (None: unknown).
 
-    Sliding-window layers get separate groups only if these save blocks and the KV of all layers has the same shape,
-    because all blocks must have the same size.
+    Sliding-window layers get groups of their own only if this saves memory and the KV of a token has the same shape in
+    all layers, because all blocks must have the same size. If not, all layers form one group that keeps all tokens.
     """
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]

@@ -17,7 +17,7 @@ from llmsched.engine.request import Request
 
 
 class StaticBatchBlocks:
-    """Blocks of a static batch: each request keeps blocks for the maximum length until the batch ends."""
+    """Blocks of a static batch: each request keeps blocks for max_model_len tokens until the batch ends."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -25,9 +25,9 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Allocate blocks for `num_tokens` tokens of the request, or for fewer tokens if the pool has too few blocks.
+        """Extend the request's blocks in full-attention groups to `num_tokens` tokens, or as far as the pool allows.
 
-        Enough blocks for one sliding window stay free in the pool.
+        The pool keeps enough blocks available for one window in each sliding-window group.
         """
         table = request.table
         layout = table.layout
@@ -51,17 +51,17 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def ref_counts(self) -> Counter[int]:
-        """Return the number of references to each kept block."""
+        """Return how many references the batch holds to each kept block."""
         return Counter(block for blocks in self._blocks for block in blocks)
 
 
 class KVManager:
     """Manager of all KV memory of an engine.
 
-    A block is findable if prefix lookup can return it to other requests. Only whole, written blocks are findable, and
-    the engine never writes to them again. At least the last token of a request is always computed, into a block that
-    the request does not share. If a cached block begins with the same tokens as this block, the cached KV is copied
-    into this block first (`copies`).
+    A block is findable if prefix lookup can return it to other requests. Only full blocks are findable, and the engine
+    never writes to a findable block. At least the last token of a request is always computed, into a block that the
+    request does not share. If a cached block begins with the same tokens as this block, the cached KV is copied into
+    this block first (`copies`).
 
     Between two steps a request holds blocks for all its tokens in full-attention groups, and at most the blocks that
     KVLayout describes in sliding-window groups. During a step, sliding-window groups also need room for the tokens that
@@ -96,7 +96,7 @@ class KVManager:
     # -- admission --------------------------------------------------------------------------------------------
 
     def num_missing(self, request: Request, hit: PrefixHit) -> int:
-        """Return the number of available blocks that the request needs to be admitted with room for all its tokens."""
+        """Return how many available blocks the request takes if it is admitted with room for all its tokens."""
         layout, width = self.layout, self.layout.width(request.num_tokens)
         missing = layout.full_groups * (width - len(hit.nodes)) + hit.num_evictable
         if not layout.window_groups:
@@ -109,9 +109,10 @@ class KVManager:
         return request.swapped.window_start if hit.from_host and request.swapped is not None else hit.window_start
 
     def admit(self, request: Request, hit: PrefixHit) -> int:
-        """Allocate blocks for the whole request. Return how many blocks are copied back from host memory.
+        """Give a request blocks for all its tokens; return into how many of them KV is copied back from host memory.
 
-        The blocks of the hit are marked as shared, unless the request was preempted and may have written them itself.
+        The blocks of `hit` are marked as shared. If the request was preempted before, they are not, because the request
+        may have written them itself.
         """
         window_start = self._window_start(request, hit)
         swapped = request.swapped if hit.from_host else None
@@ -151,8 +152,8 @@ class KVManager:
     def reach(self, request: Request, end: int) -> int:
         """Allocate blocks so that this step can compute the request's tokens before position `end`.
 
-        Returns the position before which all tokens have room. It is less than `end` only if too few blocks are left
-        for sliding-window groups, and at least one token always fits.
+        Returns the position before which all tokens have room: `end`, or less if too few blocks are available for
+        sliding-window groups. The step can always compute at least one token of the request.
         """
         table = request.table
         if end > table.capacity:
@@ -170,7 +171,7 @@ class KVManager:
                 self.pool.release(table.trim_window(end))
 
     def commit(self, request: Request) -> None:
-        """Make the request's newly filled blocks findable, and release blocks that have left the window."""
+        """Make the request's newly filled blocks findable, and release blocks that have left the sliding window."""
         table = request.table
         if request.num_computed_tokens < table.commit_at:
             return
@@ -196,11 +197,11 @@ class KVManager:
     # -- preemption -------------------------------------------------------------------------------------------
 
     def num_kept(self, request: Request, demand: int | None) -> int:
-        """Return how many leading blocks the request would find again in the cache if it were preempted now.
+        """Return how many leading blocks of each group the request would find in the cache if it were preempted now.
 
-        `demand` is the number of blocks that are then allocated to others; None means all available blocks. With
-        sliding windows the result is all findable blocks or 0, because a sequence cannot resume without its last
-        blocks.
+        `demand` is the number of blocks that other requests take before the request resumes; None means every block
+        that the pool can give. With sliding windows the result is all findable blocks or 0, because a sequence cannot
+        resume without its last blocks.
         """
         if not self.prefix_cache.serves(request):
             return 0
@@ -214,21 +215,24 @@ class KVManager:
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
-        """Return how many blocks `swap_out` would copy: all with KV except leading ones that others also hold."""
+        """Return how many blocks `swap_out` would copy.
+
+        These are all blocks with KV, except leading blocks that other requests or pins also hold.
+        """
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:
-        """Copy the KV of a preempted request to host memory, and release all its blocks.
+        """Schedule copies of the request's KV to host memory (preemption), and release all its blocks.
 
-        The caller must check that `num_swapped` host blocks are free, and that a step has computed the request since
-        its admission: before, KV may still have to be copied into its blocks.
+        The caller must check that `num_swapped` host blocks are free, and that a step has computed tokens of the
+        request since its admission. Before such a step, KV may still have to be copied into the request's blocks.
         """
         assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))
         self.release(request)
 
     def _num_held_by_others(self, request: Request) -> int:
-        """Return how many leading findable blocks per full-attention group other requests or pins hold too."""
+        """Return how many leading findable blocks, per full-attention group, other requests or pins also hold."""
         if not self.prefix_cache.serves(request) or not self.layout.full_groups:
             return 0
         table = request.table
@@ -253,7 +257,10 @@ class KVManager:
         )
 
     def check_integrity(self, holders: Iterable[Request], swapped: Iterable[Request] = ()) -> None:
-        """Raise AssertionError unless `holders` hold all used blocks, and `swapped` requests all used host blocks."""
+        """Raise AssertionError unless the references to each block are exactly those of its owners.
+
+        `holders` are all requests that hold blocks. `swapped` must include all requests that hold host blocks.
+        """
         held = self.pins.ref_counts() + self.static_batch.ref_counts()
         holders = list(holders)
         for request in holders:
@@ -268,7 +275,7 @@ class KVManager:
 def make_kv(
     config: ResolvedConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
 ) -> KVManager:
-    """Return the KV manager of an engine with these settings. The defaults are no swap space and one layer group."""
+    """Return the KV manager of an engine. Without `swap` it cannot swap; without `layout` all layers form one group."""
     layout = layout or KVLayout(config.block_size)
     pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
     return KVManager(

@@ -18,9 +18,9 @@ MAX_SALTS = 64
 
 
 class MissKind(StrEnum):
-    """Reason why a prefix hit is not longer; HIT if every whole block of the prompt was found.
+    """Reason why a prefix hit is not longer. HIT: all whole blocks that the request may reuse were found.
 
-    Only the operator may see OTHER_SALT, because it reveals to one tenant what another tenant has sent.
+    Only the operator may see OTHER_SALT, because this kind reveals to one tenant what another tenant has sent.
     """
 
     HIT = "hit"
@@ -34,9 +34,10 @@ class MissKind(StrEnum):
 
 
 class Miss(NamedTuple):
-    """Reason for a miss. The first `position` tokens of the prompt are known.
+    """Reason for a miss. The first `position` tokens of the prompt match a cached prefix.
 
-    For kind EVICTED, `age` is the time in seconds since the eviction, unless only sliding-window layers lost blocks.
+    For kind EVICTED, `age` is the time in seconds since the eviction. It is None for all other kinds, and if only
+    blocks of sliding-window layers were evicted.
     """
 
     kind: MissKind
@@ -54,7 +55,7 @@ class Misses:
         self._ghosts: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
 
     def evicted(self, node: PrefixNode, now: float) -> None:
-        """Remember a node evicted at the time `now` until MAX_GHOSTS other nodes have been evicted after it."""
+        """Remember that `node` was evicted at time `now`, until MAX_GHOSTS other nodes have been evicted later."""
         self._ghosts[node.path_hash] = (node.key, now)
         self._ghosts.move_to_end(node.path_hash)
         if len(self._ghosts) > MAX_GHOSTS:
@@ -68,7 +69,7 @@ class Misses:
     def classify(self, request: Request, hit: PrefixHit, num_coming: int, now: float) -> Miss:
         """Count and return the reason why the hit is not longer, at time `now` of the engine's clock.
 
-        `num_coming` is the number of the request's tokens after the hit whose KV running requests will write.
+        `num_coming` is the number of tokens after the hit whose KV another running request will write.
         """
         miss = self._reason(request, hit, num_coming, now)
         self.counts[miss.kind] += 1
@@ -115,8 +116,8 @@ RUN = 8
 class ChangingPrompts:
     """Report that `count` of the last `window` prompts differ at token `position` but are similar after it.
 
-    `examples` are token ids of two of these prompts, from token `start` on. `private` is True if one of the two is
-    private.
+    `examples` are token ids of two of these prompts, from token `start` on. `private` is True if at least one of these
+    two prompts has a cache_salt.
     """
 
     position: int
@@ -128,7 +129,11 @@ class ChangingPrompts:
 
 
 class _Divergence(NamedTuple):
-    """Divergence of a prompt, with the prompt's tokens from AROUND + SPREAD before `position` to MIN_LOST after it."""
+    """Divergence of a prompt from cached prompts at token `position`.
+
+    `tokens` are the prompt's tokens from AROUND + SPREAD tokens before `position` to MIN_LOST tokens after it.
+    `private` is True if the prompt has a cache_salt.
+    """
 
     position: int
     tokens: list[int]
@@ -151,7 +156,7 @@ class PromptWatch:
         self._recent: deque[_Divergence | None] = deque(maxlen=WINDOW)
 
     def add(self, prompt: Sequence[int], diverged_at: int | None, *, private: bool = False) -> None:
-        """Record a request that diverged from cached prompts at token `diverged_at` (None: it did not diverge).
+        """Record the latest prompt. It diverges from cached prompts at token `diverged_at` (None: nowhere).
 
         A divergence counts if it is in the first half of the prompt and at least MIN_LOST tokens follow it.
         """
@@ -163,7 +168,10 @@ class PromptWatch:
         self._recent.append(_Divergence(diverged_at, list(prompt[start : diverged_at + MIN_LOST]), private))
 
     def report(self) -> ChangingPrompts | None:
-        """Return the divergence that at least half of the last WINDOW requests share, or None. Takes milliseconds."""
+        """Return a report if at least half of the last WINDOW prompts differ at one position, else None.
+
+        Only prompts that are similar after this position count. The search takes milliseconds.
+        """
         diverged = [d for d in self._recent if d is not None]
         places = ([d for d in diverged if low <= d.position < low + SPREAD] for low in {d.position for d in diverged})
         found = max(places, key=len, default=[])

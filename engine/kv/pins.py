@@ -15,16 +15,19 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return the largest number of blocks that pins may hold: `share` of all blocks, or less.
+    """Return the largest number of blocks that pins may hold: `share` x `num_blocks`, or less.
 
-    The pins must leave `max_request_blocks` blocks, which the longest request needs.
+    Pins must leave `max_request_blocks` blocks, because the longest request needs them.
     """
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """State of a pin of whole blocks. `expires_at` is in seconds of the engine's clock (None: it never expires)."""
+    """State of a pinned prefix: the tokens in its whole blocks, and how many of these tokens have KV already.
+
+    `expires_at` is in seconds of the engine's clock; None means that the pin never expires.
+    """
 
     pin_id: str
     salt: str
@@ -48,8 +51,8 @@ class Pins:
 
     A pin references all blocks of its prefix in full-attention groups, and the blocks of the last window in
     sliding-window groups. If the KV of a prefix is not written yet, `advance` pins each block once a request has
-    written it. All pins together have at most `max_blocks` blocks, written or still to be written. A shared block
-    counts once.
+    written it. All pins together have at most `max_blocks` blocks, written or still to be written. A written block that
+    several pins share counts once.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
@@ -69,10 +72,10 @@ class Pins:
         return len(self._holds)
 
     def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
-        """Pin the whole blocks of a prefix for `ttl` seconds (None: until deleted), or renew an existing pin.
+        """Pin the whole blocks of a prefix for `ttl` seconds (None: until the pin is deleted).
 
-        Raises RequestError if the ttl is not positive and finite, if the prefix is shorter than a block, or if the pins
-        would exceed `max_blocks`.
+        If the same prefix is pinned already, only the time at which its pin expires changes. Raises RequestError if the
+        ttl is not positive and finite, if the prefix is shorter than a block, or if the pins would exceed `max_blocks`.
         """
         if ttl is not None and not (0 < ttl < math.inf):
             raise RequestError(
@@ -98,7 +101,10 @@ class Pins:
         return self._state(pin)
 
     def advance(self) -> None:
-        """Pin the awaited blocks that were written since the last call. Call this before a request can release them."""
+        """Pin the blocks that pins wait for and that requests have written since the last call.
+
+        Call this before a request can release such blocks.
+        """
         self.num_waiting = 0
         for pin in self._pins.values():
             if len(pin.nodes) == pin.num_blocks:
@@ -133,7 +139,7 @@ class Pins:
         self._pool.release(blocks)
 
     def expire(self, now: float) -> bool:
-        """Delete the pins that have expired at the time `now`; return whether there was one."""
+        """Delete the pins that have expired by the time `now`; return True if a pin had expired."""
         over = [pin for pin in self._pins.values() if pin.expires_at is not None and pin.expires_at <= now]
         for pin in over:
             self.delete(pin.pin_id)

@@ -76,7 +76,7 @@ class BlockPool:
     def acquire(self, blocks: Iterable[int], *, shared: bool = False) -> None:
         """Add a reference to each block. Set `shared` if a request uses blocks that another request wrote.
 
-        With `shared`, the blocks must be a whole prefix: no earlier block may be missing.
+        With `shared`, the blocks must be those of a whole prefix, from its first block on without a gap.
         """
         blocks, ref_count = list(blocks), self._ref_count
         for block in blocks:
@@ -98,7 +98,10 @@ class BlockPool:
             self._cached.add(block)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Make cached blocks the most recently used. The caller must hold all earlier blocks of the prefix."""
+        """Make cached blocks the most recently used, and ignore other blocks.
+
+        The caller must hold all earlier blocks of the prefix.
+        """
         for block in blocks:
             if self._ref_count[block] == 0:
                 self._cached.touch(block)
@@ -114,7 +117,7 @@ class BlockPool:
             self._free.append(self._evict())
 
     def count_cached(self, blocks: Iterable[int]) -> int:
-        """Return how many of `blocks` are cached now; acquiring these lowers `num_available`."""
+        """Return how many of `blocks` are cached now. Each of them lowers `num_available` when it is acquired."""
         ref_count = self._ref_count
         return sum([ref_count[block] == 0 for block in blocks])
 
@@ -128,7 +131,7 @@ class BlockPool:
         return block
 
     def check_integrity(self, held: dict[int, int]) -> None:
-        """Raise AssertionError unless every block is in one state and has `held[block]` references."""
+        """Raise AssertionError unless every block is in one state and has `held[block]` (default: 0) references."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         for block, count in enumerate(self._ref_count):

@@ -1,4 +1,4 @@
-"""Prefix cache: KV of prompt prefixes that other requests can reuse, cached or still being written."""
+"""Prefix cache: KV of prompt prefixes that other requests can reuse, including KV that is still being written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Index of running requests by the tree node of their last findable block, or by cache salt if they have none."""
+    """Index of running requests by the tree node of their last findable block.
+
+    Requests without a findable block are indexed by their cache_salt.
+    """
 
     def __init__(self) -> None:
         self._after: dict[PrefixNode | str, dict[Request, None]] = {}
@@ -37,7 +40,10 @@ class InFlightPrefixes:
         self._after.setdefault(_key(request), {})[request] = None
 
     def remove(self, request: Request) -> None:
-        """Remove a request. When its `node` changes, call this before the change and `add` after it."""
+        """Remove a request.
+
+        Before the `node` of a request's block table changes, call `remove`; after the change, call `add`.
+        """
         key = _key(request)
         del self._after[key][request]
         if not self._after[key]:
@@ -47,10 +53,11 @@ class InFlightPrefixes:
         return [request for requests in self._after.values() for request in requests]
 
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
-        """Return the partly written block after `node` that shares the most leading tokens with `tokens`.
+        """Return the partly written block after the prefix `node` that shares the most leading tokens with `tokens`.
 
-        `tokens` is one encoded block. Returns (block of each group, number of shared tokens). Requests that have not
-        been in a step since their admission are ignored, because KV may still have to be copied into their blocks.
+        `tokens` is at most one encoded block; `node` None is the empty prefix under `salt`. Returns the block of each
+        group and the number of shared tokens, or None if no such block shares a token. Requests without a computed
+        token since their admission are ignored, because KV may still have to be copied into their blocks.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -64,10 +71,9 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return the number of tokens of `request` that another running request will write in whole blocks.
+        """Return the largest number of tokens of `request` whose KV one other running request will write.
 
-        Only tokens from `start`, the end of the prefix `node`, to `limit` - 1 count. If several running requests will
-        write such tokens, the result is the largest number.
+        Only tokens in whole blocks count, from `start`, where the prefix `node` ends, to `limit` - 1.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -82,7 +88,7 @@ class InFlightPrefixes:
 
 
 class PrefixCache:
-    """Cache of prefixes: requests look up their known prefix, and the blocks that they write are inserted.
+    """Cache of the KV of prefixes: requests reuse the longest cached prefix, and the blocks that they fill are added.
 
     Only requests with the same cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
     """
@@ -98,13 +104,16 @@ class PrefixCache:
         self._layout = layout
 
     def serves(self, request: Request) -> bool:
-        """Return whether the request may reuse KV: not if it asks for prompt log-probabilities."""
+        """Return False if the cache is disabled or the request asks for prompt log-probabilities, otherwise True."""
         return self.enabled and request.sampling.prompt_logprobs is None
 
     # -- lookup -----------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest known prefix of the request, without its last token, which is always computed."""
+        """Return the longest known prefix of the request.
+
+        The prefix never includes the request's last token, because this token is always computed.
+        """
         if not self.serves(request):
             return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
         size, salt, most = self.tree.block_size, request.cache_salt, request.num_tokens - 1
@@ -140,7 +149,10 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes can be reused. Nodes of the last window must have their window blocks."""
+        """Return how many leading nodes of `found` can be reused.
+
+        The last `num_behind` of the reused nodes (or all, if they are fewer) must have window blocks.
+        """
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -149,7 +161,7 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many of the request's tokens after the hit another running request will write in whole blocks."""
+        """Return the number of tokens after the hit whose KV another running request will write in whole blocks."""
         if not self.serves(request):
             return 0
         start = len(hit.nodes) * self.tree.block_size
@@ -157,7 +169,7 @@ class PrefixCache:
         return max(0, start + coming - hit.num_tokens)
 
     def classify(self, request: Request, hit: PrefixHit) -> Miss:
-        """Count and return the reason why the hit is not longer. Call it once per request, before it is admitted."""
+        """Count and return the reason why the hit is not longer. Call this once, before the request is admitted."""
         if not self.serves(request):
             return self.misses.skipped()
         return self.misses.classify(request, hit, self.num_coming(request, hit), self.now)
@@ -192,14 +204,17 @@ class PrefixCache:
     def _take_over(
         self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
     ) -> None:
-        """Replace the blocks `ours` at `index`, in groups from `group` on, with `theirs` if they differ."""
+        """Replace a request's blocks `ours` with the tree's blocks `theirs`, if these differ.
+
+        The blocks are at `index` of `table`, one for each group from `group` on.
+        """
         if theirs != ours:
             self.pool.acquire(theirs)
             self.pool.release(ours)
             table.replace(index, group, theirs)
 
     def _forget(self, block: int) -> Sequence[int]:
-        """Remove an evicted block from the tree, and return other blocks that no lookup can return without it."""
+        """Remove an evicted block from the tree. Return the blocks that lookups cannot find without this block."""
         nodes, others = self.tree.remove(block)
         for node in nodes:
             self.misses.evicted(node, self.now)

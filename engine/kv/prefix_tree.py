@@ -28,11 +28,12 @@ def num_common_tokens(one: bytes, two: bytes) -> int:
 
 
 class PrefixNode:
-    """Cached KV of one block of tokens. `key` is the encoded tokens; the path from the root is the whole prefix.
+    """Node of the prefix tree: the cached KV of one block of tokens. The path from the root is the whole prefix.
 
-    `blocks` has one block for each full-attention group, `window_blocks` one for each sliding-window group, or none
-    once these are evicted. A sequence then cannot resume at this node, nor at a later node less than a window after it.
-    `path_hash` identifies the path and its salt after the node is removed.
+    `key` is the encoded tokens. `blocks` has one block for each full-attention group. `window_blocks` has one block for
+    each sliding-window group, or none once these are evicted. A request cannot resume after a node without window
+    blocks, nor after a descendant that is less than a window away. `path_hash` identifies the prefix and its salt, even
+    after the node is removed.
     """
 
     __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
@@ -59,8 +60,8 @@ class Root(PrefixNode):
 class PrefixTree:
     """Tree of token blocks with one root per cache salt.
 
-    A node's blocks hold KV computed after the tokens of its ancestors, and a block has at most one node. A node is
-    removed only when it has no children. A node without blocks stays while it has children.
+    A node's blocks hold KV computed after the tokens of its ancestors, and a block belongs to at most one node. A node
+    is removed only when it has no children; until then it stays, even if its blocks are evicted.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -75,10 +76,10 @@ class PrefixTree:
     def match(
         self, tokens: bytes, salt: str, max_blocks: int, first: int = 0, node: PrefixNode | None = None
     ) -> list[PrefixNode]:
-        """Return the nodes of the longest known prefix of the encoded `tokens`, at most `max_blocks` blocks.
+        """Return the nodes of the longest prefix of the encoded `tokens` that is in the tree under `salt`.
 
-        If `first` is not 0, the search starts at the block with this index, and `node` must be the node of the block
-        before.
+        Only the blocks of tokens with the indices `first` to `max_blocks` - 1 are looked up. If `first` is not 0,
+        `node` must be the node of the block before `first`.
         """
         if node is None and (node := self._roots.get(salt)) is None:
             return []
@@ -93,10 +94,11 @@ class PrefixTree:
         return path
 
     def closest(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> tuple[PrefixNode | None, int]:
-        """Return the child of `parent` that shares the most leading tokens with `tokens`, and their number.
+        """Return the child of `parent` that shares the most leading tokens with `tokens`, and how many it shares.
 
-        `parent` None means the salt's root. `tokens` is at most one encoded block. If `parent` has more than
-        MAX_COMPARED children and `tokens` is not the key of a child, only the newest children are compared.
+        `parent` None means the salt's root. `tokens` is at most one encoded block. Returns (None, 0) if no child shares
+        a token. If `parent` has more than MAX_COMPARED children and none has exactly the key `tokens`, only the newest
+        MAX_COMPARED children are compared.
         """
         parent = parent or self._roots.get(salt)
         if parent is None:
@@ -116,7 +118,8 @@ class PrefixTree:
     def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
         """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root), and return their node.
 
-        If another sequence has inserted these tokens before, its node is returned and `blocks` are not inserted.
+        If the tree has these tokens under `parent` already, the existing node is returned and `blocks` are not
+        inserted.
         """
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)
@@ -134,9 +137,11 @@ class PrefixTree:
         self._node_of_block.update(dict.fromkeys(blocks, node))
 
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
-        """Remove an evicted block from the tree: its node, or all window blocks of its node if it is a window block.
+        """Remove an evicted block from the tree, with all blocks that no lookup can return without it.
 
-        Returns the removed nodes, and the other blocks that no lookup can return any more.
+        If the block is of a full-attention group, its node is removed. If it is of a sliding-window group, its node
+        loses all window blocks, and nodes left without blocks and children are removed. Returns the removed nodes and
+        the other removed blocks.
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
@@ -164,7 +169,7 @@ class PrefixTree:
             del self._roots[parent.salt]
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
-        """Return whether a prefix under one of the `most` newest other salts begins with the block `key`."""
+        """Return whether a prefix under one of the `most` newest other salts begins with the tokens `key`."""
         roots = islice(reversed(self._roots.values()), most)
         return any(key in root.children for root in roots if root.salt != salt)
 
@@ -172,12 +177,12 @@ class PrefixTree:
 class PrefixHit(NamedTuple):
     """Known prefix of a request, valid until the pool allocates a block.
 
-    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:].
-    `num_evictable` of these blocks are cached now, so acquiring them lowers the number of available blocks. KV exists
-    for the first `num_tokens` tokens: in the blocks of the nodes, then in the first part of `copy_from` (a block of
-    each group). The first `num_alike` tokens equal the tokens of a cached prefix, even if their KV is too short to copy
-    or partly evicted. If `from_host` is True, the request resumes from its KV in host memory, which is longer than the
-    cached KV.
+    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:]. Of these
+    blocks, `num_evictable` are held by no request or pin now; they count as available until admission acquires them. KV
+    exists for the first `num_tokens` tokens: in the blocks of the nodes, then at the beginning of the blocks
+    `copy_from` (one for each group), which admission copies. The first `num_alike` tokens match a cached prefix, of
+    which some KV may be evicted or too short to be worth a copy. If `from_host` is True, the request's own KV in host
+    memory covers more tokens than the cached KV, and the request resumes from its own KV.
     """
 
     nodes: list[PrefixNode]

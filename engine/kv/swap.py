@@ -15,7 +15,10 @@ from llmsched.engine.units import human_bytes
 
 
 def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
-    """Return a swap space of `swap_space` bytes. Raises ConfigError if it is below one block or above `free_bytes`."""
+    """Return a swap space of `swap_space` bytes (0: no swap space).
+
+    Raises ConfigError if `swap_space` is more than `free_bytes`, or more than 0 but less than one block.
+    """
     if 0 < swap_space < block_bytes:
         raise ConfigError(
             "swap_space", f"{human_bytes(swap_space)} is less than a KV block ({human_bytes(block_bytes)}); set more"
@@ -30,10 +33,10 @@ def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
 
 
 class SwapSpace:
-    """Host blocks 0 .. num_blocks-1 of `block_bytes` bytes each, and the next step's copies to and from them.
+    """Swap space: blocks 0 .. num_blocks-1 in host memory ("host blocks"), and the next step's copies to and from them.
 
-    A host block is free, held by one preempted request (`Request.swapped`), or about to be copied back. In the last
-    case it becomes free when `take` returns the copies of the next step.
+    A host block has `block_bytes` bytes. It is free, held by one preempted request (`Request.swapped`), or about to be
+    copied back. In the last case it becomes free when `take` returns the copies of the next step.
     """
 
     def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
@@ -50,9 +53,10 @@ class SwapSpace:
         return len(self._free) + self.num_blocks - self._num_begun
 
     def save(self, request: Request, first: int) -> None:
-        """Schedule copies of the request's KV to host memory, in full-attention groups from block index `first` on.
+        """Schedule copies of the request's KV to host memory.
 
-        The caller must check that `num_free` is large enough, and may release the blocks at once.
+        In full-attention groups, only blocks from index `first` on are copied. The caller must check that enough host
+        blocks are free (`num_free`), and may release the request's blocks at once.
         """
         table, num_tokens = request.table, request.num_computed_tokens
         blocks = table.blocks_with_kv(first, num_tokens)
@@ -77,7 +81,7 @@ class SwapSpace:
         return len(hosts)
 
     def overwrite(self, block: int) -> None:
-        """Cancel a copy to `block` that `restore` has scheduled, because the step will copy other KV there."""
+        """Cancel any copy to `block` that `restore` scheduled, because the step will copy other KV to this block."""
         self._ins.pop(block, None)
 
     def discard(self, request: Request) -> None:
@@ -110,8 +114,8 @@ class SwapSpace:
 class BlockCopies:
     """Copies from block to block at the start of the next step (copy on write).
 
-    Each destination occurs once: only the copy for its last owner is kept. A source may be the destination of a later
-    copy but not of an earlier copy, so make the copies in order, or read all sources first.
+    Each destination occurs once: only the copy for the request that holds it now is kept. A source may be the
+    destination of a later copy but not of an earlier copy, so make the copies in order, or read all sources first.
     """
 
     def __init__(self, swap: SwapSpace) -> None:

@@ -16,12 +16,12 @@ NEVER = sys.maxsize
 
 
 class BlockTable:
-    """Blocks of one sequence, in order, as int32 `ids` [groups, len(table)].
+    """Block ids of one sequence, as int32 array `ids` [groups, len(table)].
 
-    Rows of full-attention groups come first and are filled. Rows of sliding-window groups hold blocks at indices
-    `window_start` to `window_end` - 1; their other entries are meaningless. The first `num_findable` blocks are in the
-    prefix tree, and `node` is the node of the last findable block. `num_initial` tokens counted as computed at
-    admission. The sequence needs no new block while num_tokens <= `capacity`, and no commit or release while
+    Rows of full-attention groups come first and have a block at every index. Rows of sliding-window groups have blocks
+    at indices `window_start` to `window_end` - 1; their other entries are meaningless. The first `num_findable` blocks
+    are in the prefix tree, and `node` is the node of the last findable block. `num_initial` is num_computed_tokens at
+    admission. The sequence needs no new block while num_tokens <= `capacity`, and KVManager.commit does nothing while
     num_computed_tokens < `commit_at`.
     """
 
@@ -88,7 +88,7 @@ class BlockTable:
         self._set_capacity()
 
     def open_window(self, start: int, nodes: Sequence[PrefixNode]) -> None:
-        """Start sliding-window rows at index `start` with the window blocks of `nodes`."""
+        """Put the window blocks of `nodes` into the row of each sliding-window group, from block index `start` on."""
         self.window_start = start
         self.window_end = start + len(nodes)
         if nodes:
@@ -170,7 +170,7 @@ class BlockTable:
 
 
 class SwappedKV(NamedTuple):
-    """KV of a preempted request's first `num_tokens` tokens in host memory.
+    """Copy of the KV of a preempted request's first `num_tokens` tokens in host memory.
 
     `full_blocks` are the host blocks of full-attention groups from block index `first` on, sorted by index, then by
     group. Earlier blocks are not copied, because other requests or pins hold them too. `window_blocks` are the host
