@@ -128,7 +128,10 @@ class Chooser:
         missed = self.finder.bounds(self.default).missed
         start = missed if missed is not None and missed > rate else rate * _STEP
         top = await self.finder.climb(climbers, rate, start, _STEP) or climbers
-        self.rates.default = self.finder.bounds(self.default)
+        usual = self.rates.default = self.finder.bounds(self.default)
+        highest = self.finder.bounds(top[0]).met or 0.0
+        if self.default not in top and usual.met and highest <= usual.met * (1 + self.finder.tolerance):
+            top.append(self.default)  # the knees differ by no more than the tolerance
         return self.history.preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top]).setting
 
     async def _compare(self, best: Setting, others: list[tuple[str, float]]) -> None:

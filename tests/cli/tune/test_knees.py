@@ -212,8 +212,9 @@ def test_the_highest_knee_wins() -> None:
 
 
 def test_of_equal_knees_the_default_stays() -> None:
-    best, chooser = chosen(Capacity({SMALL: 5.0, MIDDLE: 40.5, DEFAULT: 40.0, LARGE: 40.0}))
-    assert best == DEFAULT
+    for about in (40.5, 40.9, 41.3):
+        best, chooser = chosen(Capacity({SMALL: 5.0, MIDDLE: about, DEFAULT: 40.0, LARGE: 40.0}))
+        assert best == DEFAULT
     assert chooser.rates.best == chooser.rates.default
 
 
