@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class BudgetAnalysis:
     """Memory plan of the model `spec` on one device, compared with the demand of the user.
 
-    `has_demand` is True if --users or --context was given. `mean_len` and `quantization` are the values of these
-    flags (in tokens; a format). `refusal` is the reason why `llmsched serve` refuses the model, if it does.
+    `has_demand` is True if --users or --context was given. `mean_len` (in tokens) and `quantization` are the
+    values of --mean-len and --quantization. `refusal` is the reason why `llmsched serve` refuses the model, if it does.
     """
 
     spec: str
@@ -71,7 +71,7 @@ class BudgetAnalysis:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes that would make the demand fit, the cheapest first. Empty if it fits or the weights are in doubt."""
+        """Changes that would make the demand fit, the cheapest first. Empty if it fits or the weights are unknown."""
         if self.fits or self.shape.weights.doubt is not None:
             return []
         known = [(spec.key, gpu_device(spec)) for spec in gpus().values()]

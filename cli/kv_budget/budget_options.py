@@ -173,7 +173,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. For an unknown GPU, raises ConfigError on `field`, ending with `alternative`."""
+    """Return the GPU `name`. If it is unknown, raises ConfigError on `field` that ends with `alternative`."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

@@ -46,9 +46,10 @@ class _WordIds:
 
 
 def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None) -> RequestSample:
-    """Return the requests of a trace. `encode` turns texts into token ids; without it, each word is a token.
+    """Return the requests of a trace. If they have texts, `encode` turns these into token ids.
 
-    `tokenizer` is the name of the model whose tokenizer `encode` uses.
+    If `encode` is None, each word of a text counts as a token. `tokenizer` is the name of the model whose tokenizer
+    `encode` uses.
     """
     inputs: Sequence[int] = [request.input_len or 0 for request in trace.requests]
     prompts: Sequence[Sequence[int]] = [request.hash_ids for request in trace.requests]

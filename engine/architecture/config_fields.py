@@ -60,7 +60,7 @@ class ConfigCache:
     """Cache, in a file, of values that transformers takes seconds to compute from one config.json.
 
     The file in `directory` is named after a hash of the config's content and the versions of llmsched and transformers.
-    Errors in reading or writing it are only logged. Models of `families.FAMILIES` have no file.
+    Errors in reading or writing it are only logged. Most models of `families.FAMILIES` need no file.
     """
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
@@ -119,7 +119,7 @@ class Fields:
         return default
 
     def size(self, name: str) -> int:
-        """Return the value of a size. Raises ModelError if the config has none."""
+        """Return the setting `name`. Raises ModelError if it is missing or not a whole number."""
         if not isinstance(value := self.get(name), int):
             raise ModelError(f"config has {name} {value!r}; it must be a whole number")
         return value

@@ -193,7 +193,7 @@ class LayerReader:
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)
 
     def layer_names(self) -> list[str]:
-        """Return the type of every layer, in order, by its name in config.json ("full_attention", "mamba")."""
+        """Return the types of all layers, in order, under their names in config.json ("full_attention", "mamba")."""
         fields = self.fields
         layers, listed, name = fields.get("num_hidden_layers"), fields.get("layer_types"), "layer_types"
         if listed is None and (pattern := fields.get("hybrid_override_pattern")):

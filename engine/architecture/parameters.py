@@ -136,7 +136,7 @@ class _Counter:
     def _mla(self, module: str) -> Iterator[_Module]:
         """Count multi-head latent attention (DeepSeek-V2): low-rank projections of KV and, if configured, queries.
 
-        The indexer of sparse attention (DeepSeek-V3.2) has projections of queries, one key and a weight per head.
+        Sparse attention (DeepSeek-V3.2) adds an indexer with projections of queries, one key and a weight per head.
         """
         get, heads = self.config.get, self.reader.heads()
         latent, rope, plain = get("kv_lora_rank"), get("qk_rope_head_dim"), get("qk_nope_head_dim")

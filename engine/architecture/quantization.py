@@ -49,8 +49,8 @@ class Quantization:
     `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, both including
     scales and zero points; None means not quantised. `overrides` are patterns of module names and the bits of these
     modules; the first match counts. `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has
-    scales for an fp8 KV cache; fp8 weights alone do not imply such scales. `kv_doubts` are notes on an unclear type of
-    KV.
+    scales for an fp8 KV cache; fp8 weights alone do not imply such scales. `kv_doubts` has a note if the type of
+    KV is unclear.
     """
 
     method: str

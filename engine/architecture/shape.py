@@ -58,8 +58,9 @@ def model_shape(
 ) -> ModelShape:
     """Return the sizes of a model from its transformers config or the content of its config.json.
 
-    `dtype_bytes` is the bytes of one number in the model's type. Unless `weights` is given, the files in the directory
-    `path` give the size of the weights. Raises ModelError if a size is missing or has the wrong type.
+    `dtype_bytes` is the bytes of one number in the model's type. If `weights` is None, `model_weights` finds their
+    size, from the files in the directory `path` if possible. Raises ModelError if a size is missing or has the wrong
+    type.
     """
     with size_errors():
         fields = read_fields(config, cache)

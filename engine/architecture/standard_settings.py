@@ -1,4 +1,4 @@
-"""Settings under standard names: other names for the same setting, and settings that differ from layer to layer.
+"""Conversion of a config's settings to standard names, and to a list of values if they differ from layer to layer.
 
 Configs spell the layers of a model in several ways: a number for all layers, a list with a value for each, a list of
 descriptions (block_configs), or lists of layer numbers (linear_attn_config). `standardise` rewrites all of them as the

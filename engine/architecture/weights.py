@@ -154,7 +154,7 @@ def numbered_shards(directory: Path) -> list[Path]:
 
 
 def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
-    """Return the sum of `modules_of` and its notes."""
+    """Return the sum of the counts that `modules_of` returns, and its notes."""
     modules, notes = modules_of(fields)
     return add_up(modules.values()), notes
 

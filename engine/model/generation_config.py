@@ -53,7 +53,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_fields(generation: Mapping[str, Any], context: int) -> list[str]:
-    """Return the unsupported fields that would change the output. `context` is the model's longest, in tokens."""
+    """Return the unsupported fields that would change the output. `context` is the model's maximum context length."""
     return [
         name
         for name, value in generation.items()

@@ -37,7 +37,8 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
     """Assign each layer to a group of `layout`, and return the places of all layers in order.
 
     A layer goes to a sliding-window group if its window is at most the layout's window, else to a full-attention group.
-    Raises ModelError if layers whose KV differs in shape would share blocks, or if the layout lacks a group.
+    Raises ModelError if layers whose KV differs in shape would share blocks, or if the layout lacks a group for some
+    layer.
     """
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
     if not layout.full_groups and not all(windowed):

@@ -38,7 +38,7 @@ class ModelSource:
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
-    """Find the model `spec` on disk; download `demo` or a hub id first. Raises ModelError if it does not exist."""
+    """Find the model `spec` on disk; download `demo` or a hub id first. Raises ModelError if the model is not found."""
     if spec == "demo":
         from llmsched.engine.model.demo import demo_directory
 

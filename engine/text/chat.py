@@ -221,7 +221,7 @@ def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Map
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:
-    """Return the message with its text parts joined; no content is "". Raises RequestError for other parts."""
+    """Return the message with its text parts joined ("" if it has none). Raises RequestError for any other content."""
     content, calls = message.get("content"), message.get("tool_calls") or ()
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None

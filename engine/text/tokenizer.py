@@ -140,9 +140,9 @@ class Tokenizer:
 
     @cached_property
     def _token_limits(self) -> tuple[int | None, bytes]:
-        """Most bytes of a text that one token can stand for, and the bytes that the tokenizer drops.
+        """Largest number of bytes that one token can stand for in a text, and the bytes that the tokenizer drops.
 
-        The number is None except for BPE that keeps the text. Other tokenizers may turn unknown characters into one
+        The number is None except for a BPE tokenizer that keeps all text. Others may turn unknown characters into one
         token, or drop characters in a normaliser, a pre-tokeniser or a token that strips white space.
         """
         vocab = self.backend.get_vocab(with_added_tokens=True)
