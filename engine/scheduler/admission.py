@@ -23,10 +23,10 @@ MIN_BONUS_HIT = 512
 
 
 class Admission:
-    """Part of the scheduler that moves requests from `waiting` to `running`; the scheduler owns both lists.
+    """Part of the scheduler that moves requests from `waiting` to `running`; the scheduler owns both.
 
-    An epoch ends whenever a request arrives, ends, is preempted or is admitted. After a round of admission that
-    admitted no request, Admission does not try again in the same epoch, unless more blocks have become available.
+    An epoch ends whenever a request arrives, ends, is preempted or is admitted, or a pin is released. If no waiting
+    request could be admitted, Admission does not try again in the same epoch, unless more blocks have become available.
     (Prefill chunks free blocks in sliding-window layers.)
     """
 
@@ -68,7 +68,7 @@ class Admission:
         self.backfill.new_step()
 
     def changed(self) -> None:
-        """Begin an epoch, because a request has arrived, ended or been preempted, so that admission may now succeed."""
+        """Begin a new epoch. Call this after a change that may let a waiting request be admitted."""
         self._epoch += 1
 
     def exclude(self, request: Request) -> None:
@@ -88,9 +88,10 @@ class Admission:
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
 
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
-        """Admit short requests until the fast lane's `lane` tokens are used up; return the admitted requests.
+        """Admit short requests until `lane` tokens of the step are used up; return the admitted requests.
 
-        If more requests wait than may still run, at most fast_lane_share of all admissions go to the fast lane.
+        If more requests wait than may start to run now, at most the share fast_lane_share of admissions is made this
+        way.
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
@@ -124,7 +125,10 @@ class Admission:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Admit a waiting request if max_running, memory and Backfill allow it; return whether it was admitted."""
+        """Admit a waiting request if max_running, memory and Backfill allow it; return True if it was admitted.
+
+        A request also waits while running requests compute KV that it can reuse.
+        """
         if self.is_full:
             return False
         if request in self._excluded:
@@ -148,7 +152,10 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from waiting to running, with the blocks of its prefix hit. Update the totals of tokens."""
+        """Move a request from `waiting` to `running`, give it its blocks, and add it to the scheduler's counters.
+
+        `hit` is the request's known prefix, which need not be computed.
+        """
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
@@ -175,7 +182,7 @@ class Admission:
         self._running.append(request)
 
     def is_short(self, request: Request) -> bool:
-        """Return whether the request's uncached prompt and max_tokens are small enough for the fast lane."""
+        """Return True if the request is within the fast lane's limits on uncached tokens and on max_tokens."""
         config = self._config
         if config.fast_lane_share == 0:
             return False
@@ -186,9 +193,11 @@ class Admission:
         return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
 
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether the uncached prompt does not fit above the headroom, or the predicted peak exceeds the pool.
+        """Return True if there is too little memory to admit the request; note this and reserve a start for it.
 
-        Returns False if no request is running, because every accepted request fits the pool alone.
+        The request needs available blocks for its uncached tokens and for the headroom (blocks that admission keeps
+        free), and the predicted peak of used blocks must fit the pool. If no request is running, the result is False,
+        because every accepted request fits the pool alone.
         """
         if not self._running:
             return False

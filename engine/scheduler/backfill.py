@@ -14,10 +14,10 @@ from llmsched.engine.scheduler.waiting import WaitingQueue
 class Backfill:
     """Rules for overtaking: how often the first waiting request may be overtaken, and by which requests.
 
-    Admitting any request other than the first by rank overtakes the first request, whatever the cause. The first
-    request is overtaken at most `max_passes` times; after that, only the first request may be admitted. A request that
-    does not fit gets a reserved start. A request ranked behind it may be admitted only if it is also predicted to end
-    before the reserved start.
+    If any request other than the first by rank is admitted, the first request is overtaken, whatever the cause. This
+    may happen `max_passes` times; after that, only the first request may be admitted. A request that does not fit gets
+    a reserved start, the step at which it is predicted to fit. A request of larger rank may be admitted only if it is
+    also predicted to end before the reserved start.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Backfill:
         self._steps_left = 0  # until the reserved request is predicted to fit
 
     def new_step(self) -> None:
-        """Bring the reserved start one step nearer."""
+        """Begin a step: one step less is left until the reserved start."""
         self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:
@@ -53,8 +53,8 @@ class Backfill:
     def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
         """Reserve a start for a request that lacks `missing_blocks` blocks.
 
-        The start is the step at which enough running requests are predicted to have ended. An existing reservation for
-        a request of smaller rank stays.
+        The start is the step at which so many running requests are predicted to have ended that the request fits. If a
+        request of smaller rank has a reservation, nothing changes.
         """
         if self._reserved is not None and request.rank > self._reserved.rank:
             return
@@ -66,9 +66,9 @@ class Backfill:
                 break
 
     def admitted(self, request: Request) -> None:
-        """Count the admission of a request as overtaking, unless the request is the first, and drop its reservation.
+        """Drop the reservation of a request that is being admitted. Count an overtaking if it is not the first request.
 
-        Call this while the admitted request is still in the queue.
+        Call this while the request is still in the queue.
         """
         first = self._waiting.first
         if first is not request:

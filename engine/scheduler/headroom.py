@@ -26,7 +26,7 @@ CAP_GROWTH = 1.1
 class HeadroomControl:
     """Controller of `headroom`, the share of blocks that admission keeps free, and `max_running`, the concurrency cap.
 
-    It checks the preemption rate over the last WINDOW admissions. Its methods return whether they made a change.
+    Both depend on the preemption rate over the last WINDOW admissions.
     """
 
     def __init__(self, config: EngineConfig, max_running: int) -> None:
@@ -44,7 +44,7 @@ class HeadroomControl:
         return min(self._cap, self.step_limit)
 
     def admitted(self) -> bool:
-        """Count an admission; return whether the headroom or the cap changed."""
+        """Count an admission; return True if this changed the headroom or the concurrency cap."""
         self._preemptions.append(0)
         self._since_change += 1
         if self._since_change < WINDOW // 2:
@@ -57,7 +57,7 @@ class HeadroomControl:
         return self._set(headroom if headroom > self._least + NEGLIGIBLE else self._least, cap)
 
     def preempted(self, num_running: int) -> bool:
-        """Count a preemption after which `num_running` requests still run; return whether headroom or cap changed."""
+        """Count a preemption that leaves `num_running` requests; return True if headroom or concurrency cap changed."""
         self._preemptions[-1] += 1
         if sum(self._preemptions) <= THRASH_RATE * WINDOW or self._since_change < WINDOW // 8:
             return False

@@ -1,4 +1,4 @@
-"""Decision ledger: the reasons why requests were delayed, preempted or ended. Also the scheduler's totals."""
+"""Decision ledger (the reasons why requests were delayed, preempted or ended), and the scheduler's totals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Detail = int | float | str
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the engine was built. Names that begin with num_ count events; the other names count tokens."""
+    """Totals since the engine was built. Fields whose names begin with num_ count events; other fields count tokens."""
 
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -30,7 +30,7 @@ class SchedulerCounters:
 class Entry:
     """Decision about a request, made `count` times in a row from `time` to `until` (seconds of the engine's clock).
 
-    `what` names the decision, such as "preempted". `details` has the reason and figures from the latest time.
+    `what` names the decision, such as "preempted". `details` has the reason and figures of the latest of these times.
     """
 
     time: float
@@ -53,9 +53,10 @@ class Ledger:
         self._living.setdefault(request_id, []).append(Entry(arrival_time, "queued", details, self._clock()))
 
     def note(self, request_id: str, what: str, **details: Detail) -> None:
-        """Note a decision, or merge it with the last entry if `what` and the details "reason" and "by" are the same.
+        """Note a decision about a request.
 
-        Once a request has MAX_ENTRIES entries, each new entry replaces the last entry.
+        If the request's last entry has the same `what` and the same details "reason" and "by", the decision is merged
+        with that entry. Once a request has MAX_ENTRIES entries, each new entry replaces the last entry.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])
@@ -75,5 +76,5 @@ class Ledger:
             self._ended.popitem(last=False)
 
     def entries(self, request_id: str) -> list[Entry]:
-        """Return a request's entries, oldest first; none if the request is unknown or its entries were dropped."""
+        """Return a request's entries, oldest first; [] if the request is unknown or its entries were dropped."""
         return self._living.get(request_id) or self._ended.get(request_id, [])

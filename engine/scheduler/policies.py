@@ -1,4 +1,4 @@
-"""Schedulers for each scheduling_policy. All have the same interface, so that one run can compare them."""
+"""Schedulers, one for each scheduling_policy. All have the same interface, so that one run can compare them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from llmsched.engine.scheduler.waiting import WaitReason
 def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> Scheduler:
     """Return the scheduler that `config.scheduling_policy` names.
 
-    The baselines lack headroom, prediction, fast lane, priority classes, cache bonus and backfill. They serve requests
-    in order of arrival (fcfs), the shortest first (sptf), one at a time (serial), or in static batches (static).
+    All policies except fair are baselines: they lack headroom, prediction, fast lane, priority classes, cache bonus and
+    backfill. They serve requests in order of arrival (fcfs), the shortest first (sptf), one at a time (serial), or in
+    static batches (static).
     """
     if config.scheduling_policy == "fair":
         return Scheduler(kv, config, clock)
@@ -59,10 +60,10 @@ class StaticScheduler(Scheduler):
             step.give(request, step.left)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request. Its blocks stay reserved while other requests of the batch run.
+        """End a request. Its blocks stay reserved while other requests of the batch run, unless the request failed.
 
-        The blocks of a failed request are freed at once. It fails in the middle of a step, when its sliding-window
-        groups may hold more blocks than were reserved.
+        A failed request ends in the middle of a step, when its sliding-window groups may hold more blocks than were
+        reserved. So its blocks are freed immediately.
         """
         if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
             self.kv.static_batch.keep(request)

@@ -34,9 +34,9 @@ _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 class Outlook(NamedTuple):
     """Lengths of n requests in tokens, from which their output lengths are predicted.
 
-    `num_tokens` are the present tokens of each request, `done` the tokens among these that were generated, and `limit`
-    is max_tokens, each int64 [n]. `learned` has one pair per priority: a mask (bool [n]) of the requests of this
-    priority, and the sorted lengths of its finished outputs.
+    `num_tokens` is the present length of each request, `done` the number of tokens that it has generated, and `limit`
+    its max_tokens, each int64 [n]. `learned` has one pair for each priority with enough finished outputs: a mask (bool
+    [n]) of the requests that are predicted from these outputs, and the sorted lengths of these outputs.
     """
 
     num_tokens: Tokens
@@ -48,7 +48,7 @@ class Outlook(NamedTuple):
         """Return the probability [n, len(steps)] that each request still generates tokens after `steps` more tokens.
 
         The probability is estimated from the finished outputs that are longer than the request's present output. It is
-        the share of these outputs that reached the new length. Without learned outputs, every request runs to
+        the share of these outputs that reached the new length. A request without such outputs is assumed to run to
         max_tokens.
         """
         length = self.done[:, None] + steps
@@ -62,9 +62,9 @@ class Outlook(NamedTuple):
 class OutputPredictor:
     """Predictor of a request's output length in tokens, from finished outputs of the same priority.
 
-    The prediction is the QUANTILE of the lengths of outputs that are longer than the request's present output, but at
-    most max_tokens. It is max_tokens if fewer than MIN_SAMPLES outputs have finished, if no finished output is longer,
-    or if the request ignores end-of-sequence tokens.
+    The prediction is the quantile QUANTILE of the lengths of outputs that are longer than the request's present output,
+    but at most max_tokens. It is max_tokens if fewer than MIN_SAMPLES outputs have finished, if no finished output is
+    longer, if the request ignores EOS tokens, or if `method` is not "learned".
     """
 
     def __init__(self, method: Prediction) -> None:
@@ -73,7 +73,7 @@ class OutputPredictor:
         self._sorted: dict[int, list[int]] = {}
 
     def learn(self, request: Request) -> None:
-        """Remember the output length of a finished request, unless it was aborted, failed or ignores EOS tokens."""
+        """Remember a finished request's output length, unless the request was aborted, failed or ignores EOS tokens."""
         ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
         if not ended or request.sampling.ignore_eos:
             return
@@ -112,10 +112,10 @@ class OutputPredictor:
 def future_peak(held: Tokens, remaining: Tokens) -> int:
     """Return the most tokens that n sequences hold together until all have ended, if each adds a token per step.
 
-    `held` [n] are the tokens that each sequence holds now, and `remaining` [n] the tokens that it will still add. All
-    layers must keep all tokens. If the sequences are sorted by remaining tokens, most first, the first i sequences
-    still run when sequence i ends. They then hold the tokens that they hold now plus i times the remaining tokens of
-    sequence i (LightLLM's admission rule).
+    `held` [n] is the number of tokens that each sequence holds now, and `remaining` [n] the number that it will still
+    add. All layers must keep all tokens. If the sequences are sorted by remaining tokens, most first, the first i
+    sequences still run when sequence i ends. They then hold the tokens that they hold now plus i times the remaining
+    tokens of sequence i (LightLLM's admission rule).
     """
     order = np.argsort(-remaining)
     counts = np.arange(1, len(order) + 1)
@@ -125,7 +125,8 @@ def future_peak(held: Tokens, remaining: Tokens) -> int:
 def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
     """Return the same peak as `future_peak` for any layout, in tokens summed over layer groups.
 
-    The peak occurs when a sequence ends, so the tokens of all sequences that still run are summed at each end.
+    The peak occurs when a sequence ends. So at the end of each sequence, the tokens of all sequences that still run are
+    summed.
     """
     size = layout.room(held[:, None] + remaining)
     return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())
@@ -134,8 +135,9 @@ def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
 def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, layout: KVLayout) -> float:
     """Return the maximum, over the future `steps`, of the mean number of held tokens plus RISK standard deviations.
 
-    `held` [n] are each sequence's present tokens; `alive` [n, len(steps)] is the probability that it still runs. The
-    sequences are assumed to be independent. Tokens are summed over layer groups.
+    `held` [n] is the number of tokens that each sequence holds now. `alive` [n, len(steps)] is the probability that the
+    sequence still runs after so many steps. The sequences are assumed to be independent. Tokens are summed over layer
+    groups.
     """
     size = layout.room(held[:, None] + steps)
     mean = (alive * size).sum(axis=0)
@@ -144,10 +146,10 @@ def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, l
 
 
 def forecast_peak(kv: KVManager, predictor: OutputPredictor, request: Request, running: Sequence[Request]) -> int:
-    """Return the predicted peak of the number of blocks in use if the request is admitted and shares no block.
+    """Return the largest number of blocks predicted to be in use if `request` is admitted and shares no block.
 
     Blocks that running requests share count once. The numbers of shared and of pinned blocks are assumed not to change.
-    If the longest possible outputs fit the pool, the result is the number of blocks that these outputs need.
+    If the pool has room for the longest possible outputs, the result is the number of blocks for these outputs.
     """
     layout, tables = kv.layout, [other.table for other in running]
     held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size

@@ -26,7 +26,7 @@ FADING = 0.02
 
 
 class MeanCost:
-    """Average cost in seconds per unit, in which newer measurements count more. It begins as the cost `assumed`."""
+    """Average cost in seconds per unit. Newer measurements count more. Before the first, the average is `assumed`."""
 
     def __init__(self, assumed: float) -> None:
         self._seconds = self._units = 0.0
@@ -59,7 +59,7 @@ class MeasuredCosts:
         self._decode_step = MeanCost(0.0)
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Add the measured times of a step, of its computation and of its copies from and to host memory."""
+        """Add the measured time of a step's computation, and that of its copies from and to host memory."""
         if result.swap_elapsed > 0:
             self.block_copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
         computing = result.elapsed - result.swap_elapsed
@@ -95,7 +95,7 @@ class Preemption:
 
     Mode auto chooses the operation that is predicted to take less time: recomputing the tokens that the prefix cache
     will not keep, or copying the blocks to host memory and back. If too few host blocks are free, every mode
-    recomputes. The lowest priority class is preempted first, unless priority_step is 0.
+    recomputes. Requests of the lowest priority class are preempted first, unless priority_step is 0.
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig) -> None:
@@ -106,7 +106,7 @@ class Preemption:
         self._memory_by_class = config.priority_step > 0
 
     def loss(self, request: Request, demand: int | None = None, *, may_swap: bool = True) -> Loss:
-        """Return the cost of preempting the request.
+        """Return the cost of preempting the request. If `may_swap` is False, the cost is that of recomputing.
 
         `demand` is the number of blocks that other requests will take from the pool; it determines how much of the
         request's KV the prefix cache keeps. None means all available blocks, because running requests keep growing.
@@ -125,7 +125,8 @@ class Preemption:
     def decide(self, request: Request, demand: int | None, *, may_swap: bool = True) -> Loss:
         """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
 
-        In mode auto, a decision against a copy moves the measured cost of copies towards the assumed cost.
+        In mode auto, a decision against a copy that was possible moves the measured cost of copies towards the assumed
+        cost.
         """
         loss = self.loss(request, demand, may_swap=may_swap)
         if self._mode == "auto" and may_swap and not loss.swap and self._kv.swap.num_free:
@@ -133,12 +134,13 @@ class Preemption:
         return loss
 
     def choose_victim(self, running: Sequence[Request]) -> Request:
-        """Return the running request that gives up its blocks when memory runs out, of two or more running requests.
+        """Return which of two or more running requests gives up its blocks when memory runs out.
 
         The first request by rank is never chosen. So this request makes progress in every step, and every request
-        becomes the first at some time. Among the others, the victim has the lowest priority class, then the smallest
-        loss, then the largest rank. A request that was preempted SAFE_AFTER times is chosen only if every candidate was
-        preempted that often; then the candidate with the largest rank is chosen.
+        becomes the first at some time. Among the others, the victim is of the lowest priority class (unless
+        priority_step is 0), then has the smallest loss, then the largest rank. A request that was preempted SAFE_AFTER
+        times is chosen only if every candidate was preempted that often; then the candidate with the largest rank is
+        chosen.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
@@ -155,7 +157,7 @@ class Preemption:
         """Return the running request to preempt so that `waiting`, a request of a higher class, can run, or None.
 
         The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
-        times. The result is always None under policies other than fair, which have no classes.
+        times. Policies other than fair have no classes, so their result is always None.
         """
         if self._policy != "fair":
             return None

@@ -34,9 +34,9 @@ class Scheduler:
     Prefill, chunked prefill, decode and recovery from preemption differ only in the number of uncomputed tokens.
 
     A running request holds blocks for all its tokens; in sliding-window layers, only for its computed tokens in the
-    window and for at least one more token. The first running request by rank is never preempted, and every accepted
-    request fits the pool alone. So each step makes progress, and every request ends. At most max_num_batched_tokens
-    requests run, so every decoding request gets its token in every step.
+    window and for at least one more token. When blocks run out, the first running request by rank is never preempted,
+    and every accepted request fits the pool alone. So each step makes progress, and every request ends. At most
+    max_num_batched_tokens requests run, so every decoding request gets its token in every step.
 
     Starvation bound: while a request R waits, at most max_passes x (1 + S) requests of larger rank are admitted, where
     S is the number of requests of smaller rank that wait during that time. R waits for at most as many steps as the
@@ -61,7 +61,8 @@ class Scheduler:
     def configure(self, **limits: Unpack[Limits]) -> None:
         """Change the limits of a step. No request may be running.
 
-        The adapted headroom and the fitted step-time model are reset; waiting requests keep their waiting times.
+        What was learned from earlier steps is reset: the share of blocks that admission keeps free (headroom), the
+        concurrency cap and the step-time model. Waiting requests keep their waiting times.
         """
         assert not self.running
         self.config = replace(self.config, **limits)
@@ -102,8 +103,8 @@ class Scheduler:
     def kv_usage(self, computed: StepPlan | None = None) -> KVUsage:
         """Return how KV memory is used.
 
-        `computed` is a plan that was executed but not yet passed to `update`. Its tokens count as written, and the
-        requests that end with it still hold their blocks.
+        `computed` is a plan that was executed but not yet passed to `update`. The KV of its tokens counts as written,
+        and requests that this plan finishes still hold their blocks.
         """
         use = self.kv.usage(self.running)
         written = 0 if computed is None else self.kv.layout.num_groups * computed.num_tokens
@@ -113,7 +114,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which an idle engine should wait for requests to batch."""
+        """Return the time (engine's clock) until which an idle engine should wait for requests to batch, or None."""
         first = self.waiting.first_arrival
         if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
             return None
@@ -154,7 +155,7 @@ class Scheduler:
         return WaitReason.STEP if step.left <= 0 else self.admission.first_lacks
 
     def _secure_memory(self) -> bool:
-        """Give running requests blocks for all their tokens. Return whether this preempted a request."""
+        """Give running requests blocks for all their tokens, by preemption if necessary. Return True if it was."""
         growing = [request for request in self.running if len(request.token_ids) > request.table.capacity]
         missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         preempted = False
@@ -195,9 +196,10 @@ class Scheduler:
         self.waiting.add_at_head_of_class(request, short=self.admission.is_short(request))
 
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
-        """Schedule the tokens that decodes leave: first the fast lane's share to short requests, the rest by rank.
+        """Schedule prefills, and admit requests if `admit` is True, with the tokens that decodes leave in the budget.
 
-        `behind` are the running requests with more than one uncomputed token, sorted by rank.
+        Short requests get the share fast_lane_share first. All requests then get the rest by rank. `behind` are the
+        running requests with more than one uncomputed token, sorted by rank.
         """
         lane = int(self.config.fast_lane_share * step.left)
         for request in behind:
@@ -237,12 +239,13 @@ class Scheduler:
     def abandon(self, plan: StepPlan) -> int:
         """Undo a plan whose step ran out of memory; return how many running requests were preempted.
 
-        The step may have done any part of its work. It wrote only to blocks that no lookup finds, and most of what it
-        wrote the next step writes again. KV that it was to copy is in doubt: requests that it was to copy KV for are
-        preempted, and KV that it was to save in host memory is dropped. Both are computed again.
+        The step may have done any part of its work. The KV that it computed is in blocks that no lookup finds, and
+        later steps compute these tokens again. The KV that it copied may be incomplete. So requests into whose blocks
+        the step was to copy KV are preempted, and KV that it was to save in host memory is dropped. Later steps compute
+        both again.
 
-        Later steps have at most half of the plan's tokens (see `Pacer.lower`). More requests are preempted until all
-        running ones can decode in such a step. The next step admits no request while any runs.
+        Later steps have at most half of the plan's tokens (see `Pacer.lower`). Further requests are preempted until one
+        token of each running request fits in such a step. The next step admits requests only if none is running.
         """
         self._finished[:0] = plan.finished
         saved = {host for _, host in plan.swap_out}
@@ -283,7 +286,7 @@ class Scheduler:
         self._finished.append(request.request_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block and host block has an owner: a request, a pin or the prefix tree."""
+        """Raise AssertionError unless each used block or host block has owners and each request has a valid status."""
         self.kv.check_integrity(self.running, self.waiting)
         assert all(r.status is RequestStatus.RUNNING and r.swapped is None for r in self.running)
         for request in self.waiting:

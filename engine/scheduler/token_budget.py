@@ -26,9 +26,9 @@ RAISE_AFTER = 1024
 class Pacer:
     """Controller that sizes each step's token budget to meet target_itl, with a step-time model fitted to past steps.
 
-    The budget is max_num_batched_tokens if there is no target, if no request decodes, or until the model is trusted.
-    After a step that ran out of memory it is at most `limit`: `lower` halves the limit, and every RAISE_AFTER steps
-    without such a failure double it, up to max_num_batched_tokens.
+    The budget is `limit` if there is no target, if no request decodes, or if the model has seen too few steps to be
+    trusted. Otherwise it is `limit` or less. `limit` begins as max_num_batched_tokens. `lower` reduces it after a step
+    that ran out of memory, and every RAISE_AFTER steps without such a failure double it, up to its first value.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -61,7 +61,7 @@ class Pacer:
         return self.step_budget
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Add a computed plan and its time in seconds to the fit of the step-time model."""
+        """Add a computed plan and its time in seconds to the step-time model, and count the step for RAISE_AFTER."""
         if self._target is not None:
             self.model.learn(shape_of(plan), seconds)
         if self.limit < self._most:
@@ -80,7 +80,7 @@ class Pacer:
 
 
 class StepBuilder:
-    """Builder of one step's rows within a token budget, of which `left` tokens are not yet scheduled."""
+    """Builder of one step's rows (one per request) within a token budget. `left` tokens are not yet scheduled."""
 
     def __init__(self, token_budget: int, kv: KVManager, ledger: Ledger) -> None:
         self.left = token_budget
@@ -90,7 +90,7 @@ class StepBuilder:
         self._behind: set[Request] = set()
 
     def give(self, request: Request, limit: int) -> int:
-        """Schedule as many of the request's tokens as `limit`, the budget and memory allow; return their number."""
+        """Schedule as many of the request's tokens as `limit`, the token budget and memory allow; return how many."""
         given = self._counts.get(request, 0)
         start = request.num_computed_tokens + given
         count = min(limit, self.left, request.num_tokens - start)
@@ -104,12 +104,15 @@ class StepBuilder:
         return count
 
     def decode(self, requests: Iterable[Request]) -> None:
-        """Schedule one token of each request, which must have exactly one uncomputed token. Call this before `give`."""
+        """Schedule one token for each of `requests`. Call this before `give`.
+
+        Each request must have exactly one uncomputed token.
+        """
         self._counts = dict.fromkeys(requests, 1)
         self.left -= len(self._counts)
 
     def rows(self) -> list[ScheduledRow]:
-        """Return the rows to compute. Rows of prefills are noted in the ledger."""
+        """Return the rows to compute, and note in the ledger how far each prefill gets."""
         for request in self._behind:
             done = request.num_computed_tokens + self._counts[request]
             self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)

@@ -25,9 +25,9 @@ _BY_ARRIVAL = attrgetter("arrival_time", "request_id")
 def initial_rank(request: Request, config: EngineConfig) -> float:
     """Return the request's position in the queue (lower is earlier): its arrival time plus priority x priority_step.
 
-    A rank does not change, because each second of waiting counts the same for all requests. So a request can overtake
-    another only if it arrives less than (difference in priority) x priority_step later. Under policy sptf, the rank is
-    the prompt's length plus max_tokens.
+    Waiting does not change a rank, because each second of waiting counts the same for all requests. So a request can
+    overtake an earlier one only if their arrivals are less than (difference in priority) x priority_step apart. Under
+    policy sptf, the rank is the prompt's length plus max_tokens.
     """
     if config.scheduling_policy == "sptf":
         return float(request.num_prompt_tokens + request.sampling.max_tokens)
@@ -84,7 +84,7 @@ class WaitingTimes:
 
 
 class Offer(NamedTuple):
-    """Waiting request to consider for admission because the arrival quota is due (`by_arrival`) or its rank is next."""
+    """Waiting request to consider for admission next: by arrival time (`by_arrival`, see ARRIVAL_QUOTA) or by rank."""
 
     request: Request
     by_arrival: bool
@@ -143,9 +143,10 @@ class WaitingQueue:
         """Yield requests, each once, in the order in which they are considered for admission.
 
         The order is by rank. Among the first BONUS_WINDOW requests, a request is moved forward by its `bonus`, which is
-        at most `max_bonus` (both in seconds). Whenever the arrival quota is due, the request that has waited longest
-        comes next, so the caller must pass each admitted offer to `count_taken`. Only the first `count` requests by
-        rank, and the first `count` by arrival, are considered. The iteration uses a copy of the queue.
+        at most `max_bonus` (both in seconds). The share ARRIVAL_QUOTA of admissions goes by arrival time: whenever such
+        an admission is due, the request that has waited longest comes next. So the caller must pass each admitted offer
+        to `count_taken`. Only the first `count` requests by rank, and the first `count` by arrival, are considered. The
+        iteration uses a copy of the queue.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
@@ -165,7 +166,7 @@ class WaitingQueue:
                 yield Offer(request, by_arrival=False)
 
     def count_taken(self, offer: Offer) -> None:
-        """Count an admitted offer: offers by rank add to the arrival quota, and an offer by arrival uses it up."""
+        """Count an admitted offer, so that the share ARRIVAL_QUOTA of all admitted offers goes by arrival time."""
         self._quota += -1.0 if offer.by_arrival else ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
 
 
