@@ -7,12 +7,12 @@ A step runs MLPs, attention and the sampler one after the other, so the peak in 
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
                + context x bytes per token of the keys and values that one layer gathers for one sequence
     sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 8 MiB)
-               + 6 x what sequences x vocab x 4 has above 8 MiB, up to 32 MiB
+               + 6 x the part of sequences x vocab x 4 between 8 MiB and 32 MiB
 
-`dtype` is the size of one number in bytes. A CPU without bfloat16 instructions computes products of 16-bit numbers in
-fp32 and then rounds them, so the MLP needs tokens x inner x 2 bytes more. The attention term applies only to CPUs,
-because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates. The formula
-has no term for CUDA graphs, because the engine does not capture CUDA graphs.
+`dtype` is the size of one number in bytes; the other names are sizes of the model. A CPU without bfloat16 instructions
+computes products of 16-bit numbers in fp32 and then rounds them, so the MLP needs tokens x inner x 2 bytes more. The
+attention term applies only to CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes
+that torch allocates. The formula has no term for CUDA graphs, because the engine does not capture CUDA graphs.
 """
 
 from __future__ import annotations

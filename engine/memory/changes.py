@@ -1,4 +1,4 @@
-"""Changes to settings or hardware that would make a memory demand fit, planned in the same way as in `serve`."""
+"""Changes to settings or hardware that would make a memory demand fit. `serve` plans memory in the same way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FEWEST_BITS: tuple[tuple[str, dict[str, str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Demand for `users` simultaneous requests of up to `context` tokens, prompt and output (0: max_model_len)."""
+    """Demand for `users` simultaneous requests of `context` tokens, prompt and output (0: max_model_len tokens)."""
 
     users: int = 1
     context: int = 0
@@ -73,8 +73,9 @@ class MemoryDemand:
 class Change:
     """Change that makes a demand fit: `what` to do, its `cost`, and the resulting `plan`.
 
-    `settings` are the changed fields of EngineConfig, `quantization` for the format of the weights, or `gpu` for other
-    hardware. `servable` is False if this engine can plan the changed settings but cannot serve with them.
+    `settings` are the new values of changed EngineConfig fields, of `quantization` (the format of the weights), or of
+    `gpu` (the name of another GPU). `servable` is False if this engine can plan the new settings but cannot serve with
+    them.
     """
 
     what: str
@@ -93,9 +94,9 @@ def changes(
 ) -> list[Change]:
     """Return the changes that would make `demand` fit, the cheapest first.
 
-    Changes that cost only memory margin or prefill speed come first, then narrower dtypes, then both combined. Next
-    come a shorter context and fewer users at the same time, the smallest GPU of `gpus` (name, memory) that suffices,
-    and several devices. A context or a number of users below half the demand comes last.
+    Changes that cost only memory margin or prefill speed come first, then narrower dtypes. If none of these suffices
+    alone, they are combined. Next come a shorter context and fewer users at the same time, the smallest GPU of `gpus`
+    (name, memory) that suffices, and several devices. A context or a number of users below half the demand comes last.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.narrower_types()]
@@ -113,7 +114,7 @@ def changes(
 
 
 class _Search:
-    """Search for changes to one configuration that meet a demand. Its methods return only changes that meet it."""
+    """Search for changes to one configuration that meet a demand. All methods return only changes that meet it."""
 
     def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
         self.planner = planner
@@ -169,7 +170,7 @@ class _Search:
         return found
 
     def all_settings(self) -> list[Change]:
-        """Combine more memory, smaller steps and narrower dtypes, one at a time, until they suffice."""
+        """Return the change that combines more memory, smaller steps and narrower dtypes, as far as needed."""
         steps: dict[str, Any] = {"max_num_batched_tokens": min(STEP_SIZES[0], self.plan.max_num_batched_tokens)}
         if self.is_wide:
             steps["dtype"] = self.half
@@ -197,7 +198,7 @@ class _Search:
         return [Change(what, f"instead of {wanted:,}", plan, {"max_model_len": context})]
 
     def another_gpu(self, gpus: Sequence[tuple[str, DeviceMemory]]) -> list[Change]:
-        """Return the change to the smallest GPU that suffices. It must be larger than the present GPU, if any."""
+        """Return the change to the smallest GPU that suffices. A present GPU is replaced only by a larger one."""
         config = replace(self.config, device="auto", kv_cache_memory_bytes=None, num_gpu_blocks_override=None)
         for name, gpu in sorted(gpus, key=lambda each: each[1].total):
             if self.device.kind == "cuda" and gpu.total <= self.device.total:
@@ -208,7 +209,7 @@ class _Search:
         return []
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
-        """Return the change to `settings`, if it suffices. Its description begins with `verb`, such as "raise"."""
+        """Return the change to `settings` if it suffices. The change's `what` begins with `verb`, such as "raise"."""
         knobs = {name: value for name, value in settings.items() if name != "quantization"}
         planner = self._quantised(settings.get("quantization"))
         plan = None if planner is None else planner.plan(replace(self.config, **knobs), self.device)
@@ -218,7 +219,10 @@ class _Search:
         return [Change(f"{verb} {what}", cost, plan, settings, servable)]
 
     def _quantised(self, quantization: str | None) -> ModelPlanner | None:
-        """Return the planner of the model in this format, or None if the model or the device does not allow it."""
+        """Return the planner of the quantised model, or None if model or device does not allow the format.
+
+        If `quantization` is None, the result is the planner of the model as it is.
+        """
         if quantization is None:
             return self.planner
         known = self.planner.given is not None or self.planner.content.get("quantization_config")
@@ -238,7 +242,8 @@ def longest_context(
 ) -> int | None:
     """Return the largest max_model_len at which `users` sequences of that length fit at the same time, or None.
 
-    The result is less than `below`. The search is a bisection, because a longer context never leaves room for more.
+    The result is less than `below`, if that is given. The search is a bisection, because a longer context never leaves
+    room for more sequences.
     """
     limit = (
         planner.shape(config, device).max_position or planner.plan(replace(config, max_model_len=1), device).num_tokens
@@ -266,7 +271,8 @@ def config_for_demand(
 ) -> EngineConfig:
     """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`; None sets nothing.
 
-    A setting in `given`, which the user chose, is not changed. Raises ConfigError if it is too small for the demand.
+    Settings that the user chose (`given`) are not changed. Raises ConfigError if one of them is too small for the
+    demand.
     """
     if context is not None:
         if (limit := config.max_model_len) is not None and context > limit:

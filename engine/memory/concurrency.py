@@ -80,7 +80,7 @@ def lognormal_lengths(mean: float, variation: float) -> LengthDistribution:
 
 
 class Occupancy:
-    """Distribution of the blocks that running sequences hold, in a pool of `num_blocks` blocks."""
+    """Distribution of the number of blocks that running sequences hold, in a pool of `num_blocks` blocks."""
 
     def __init__(self, lengths: LengthDistribution, layout: KVLayout, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -105,7 +105,10 @@ class Occupancy:
         return _missing(total)
 
     def most_seqs(self, probability: float, limit: int) -> int:
-        """Return the most sequences, up to `limit`, whose preemption probability is at most `probability`."""
+        """Return the largest number of running sequences, at most `limit`, for which the pool is large enough.
+
+        Their `preemption_probability` must be at most `probability`.
+        """
         total, count = self._no_seqs, 0
         for power in reversed(range(limit.bit_length())):
             tried = _sum(total, self._power(power))
@@ -142,6 +145,6 @@ def _sum(one: Masses, other: Masses) -> Masses:
 
 
 def _missing(masses: Masses) -> float:
-    """Return the probability of counts above the pool's size. Values up to 1e-12 (rounding errors) count as 0."""
+    """Return the probability that a count is above the pool's size. Up to 1e-12 (rounding errors) counts as 0."""
     missing = 1 - float(masses.sum())
     return missing if missing > 1e-12 else 0.0

@@ -33,7 +33,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Plan of a device's memory, in bytes. `problem` says why the model does not fit.
+    """Plan of a device's memory, in bytes. If the model does not fit, `problem` says why.
 
     All parts together may take `budget_bytes`, of which `available_kv_bytes` are left for KV. A block holds block_size
     tokens in all layers of one group of `layout`. `kv_bytes_per_token` counts the full-attention layers, and
@@ -107,7 +107,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens for which the KV blocks have room. With sliding windows, a long sequence can have more."""
+        """Number of tokens for which KV blocks have room. With sliding windows, one sequence can have more tokens."""
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property
@@ -126,7 +126,7 @@ class MemoryPlan:
         return int(self.headroom * self.num_blocks)
 
     def resolve(self, config: EngineConfig, dtype: str, kv_dtype: str) -> ResolvedConfig:
-        """Return `config` with this plan's choices filled in, or raise the `problem` if the plan does not fit."""
+        """Return `config` with this plan's choices filled in. If the plan does not fit, raise its `problem`."""
         if self.problem is not None:
             raise self.problem
         knobs: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
@@ -148,7 +148,8 @@ class MemoryPlan:
     def num_admitted_at(self, length: int) -> int:
         """Return how many sequences admission starts at the same time if each prompt has `length` tokens.
 
-        Admission observes the headroom and max_num_seqs_limit, but a single sequence needs no headroom.
+        Admission leaves `headroom_blocks` blocks free and starts at most max_num_seqs_limit sequences. It always starts
+        one sequence that fits, even if fewer blocks then stay free.
         """
         fitting = self.num_seqs_at(length)
         if not self.block_bytes:
@@ -159,7 +160,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """Planned and measured bytes of one part of an engine's memory. `actual` is None if the device does not tell."""
+    """Planned and measured bytes of one part of an engine's memory. `actual` is None if it cannot be measured."""
 
     part: str
     predicted: int
@@ -189,7 +190,10 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
 
 
 def ratios(plan: MemoryPlan) -> dict[str, float]:
-    """Return measured / planned bytes by the name in a profile, such as "kv_ratio"; empty before an engine starts."""
+    """Return measured / planned bytes of each part, by its name in a profile, such as "kv_ratio".
+
+    Returns {} if the plan has no measured bytes, because no engine has started with it.
+    """
     if plan.measured is None:
         return {}
     names = {"weights": "weights", "activations": "activations", "KV": "kv", "CUDA context": "context"}

@@ -14,7 +14,7 @@ MAX_ADVISED_UTILISATION = 0.95
 
 
 def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
-    """Return the error for a plan in which the other parts leave too little memory for the first KV block."""
+    """Return the error for a plan in which weights and other parts leave too little memory for one KV block."""
     blocks = plan.blocks_for(config.max_model_len or 1)
     need = plan.fixed_bytes + blocks * plan.block_bytes
     figures = f"{_parts(plan, blocks * plan.block_bytes)} need {human_bytes(need)}"
@@ -86,7 +86,7 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
 
 
 def _smaller(plan: MemoryPlan, need: int) -> list[str]:
-    """Return remedies that shrink the model, which needs `need` bytes: a 16-bit dtype, or a smaller model."""
+    """Return remedies that shrink a model that needs `need` bytes: a 16-bit dtype, or a smaller model."""
     device = plan.device
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
     unscaled = plan.context_bytes + plan.state_bytes

@@ -80,9 +80,10 @@ def plan_memory(
     """Return the memory plan of a model on a device. If the model does not fit, the plan's `problem` says why.
 
     The number of blocks is num_gpu_blocks_override if that is set. Otherwise the blocks fill kv_cache_memory_bytes if
-    that is set, or else the memory that the budget leaves. If max_model_len is not set, the plan uses the model's
-    limit, or the longest sequence that fits if that is shorter. With `profile`, the memory besides weights and KV is
-    that of vLLM on a GPU.
+    that is set. If neither is set, they fill what gpu_memory_utilization leaves after weights, activations and other
+    needs (on a CPU: a quarter of the free memory, at most 4 GiB). If max_model_len is not set, the plan uses the
+    model's limit, or the longest sequence that fits if that is shorter. With `profile`, the memory besides weights and
+    KV is that of vLLM on a GPU.
 
     Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model without any cache.
     """
@@ -151,7 +152,8 @@ def _plan_for_context(
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if the blocks are too few.
 
-    If the user did not set max_model_len, the plan lowers it to the length that fits.
+    If the user did not set max_model_len, the plan's max_model_len is the longest sequence that fits, at most the
+    model's limit.
     """
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:
@@ -194,7 +196,7 @@ class ModelPlanner:
 
     The size of the weights is `given`, or else read from the weight files in `directory`, or else counted from the
     config. `name` is the model's name, which may say that its weights are quantised. `origin` says where `content` was
-    read, for reports. With `profile`, plans on GPUs are vLLM's.
+    read, for reports. With `profile`, plans for GPUs are those of vLLM (see `plan_memory`).
     """
 
     content: Mapping[str, Any]
@@ -289,7 +291,7 @@ def open_planner(
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None, str]:
-    """Return the content of config.json, the directory in which weight files may be, or None, and the origin.
+    """Return the content of config.json, the directory of the weight files (None: unknown), and the content's origin.
 
     For a hub id, the hub's cache on this machine comes first, then the configs shipped with llmsched, then the hub.
     """

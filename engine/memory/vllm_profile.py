@@ -28,7 +28,7 @@ _LARGE = 70 << 30
 
 @dataclass(frozen=True, slots=True)
 class VllmProfile:
-    """Start-up profile of the vLLM versions that `versions` names."""
+    """Start-up profile of the vLLM versions that `versions` names, with the number of fp32 copies of the logits."""
 
     versions: str
     sampler_copies: float
@@ -47,6 +47,6 @@ VLLM_PROFILES: Mapping[str, VllmProfile] = {
 
 
 def vllm_defaults(device: DeviceMemory) -> dict[str, int]:
-    """Return max_num_seqs and max_num_batched_tokens of `vllm serve` on a GPU of this size, if they are not given."""
+    """Return the defaults of max_num_seqs and max_num_batched_tokens of `vllm serve` on a GPU of this size."""
     large = device.total >= _LARGE and "a100" not in device.name.lower()
     return {"max_num_seqs": 1024 if large else 256, "max_num_batched_tokens": 8192 if large else 2048}
