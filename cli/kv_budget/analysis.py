@@ -64,7 +64,7 @@ class BudgetAnalysis:
 
     @property
     def fits(self) -> bool | None:
-        """True if the plan meets the demand. None if it does, but the weights may be far larger than counted."""
+        """True if the plan meets the demand, False if not; None if it may not, because the weights may be larger."""
         if self.demand.shortfall(self.plan) is not None:
             return False
         return True if self.shape.weights.doubt is None else None

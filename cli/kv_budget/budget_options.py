@@ -173,7 +173,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. If it is unknown, raises ConfigError on `field` that ends with `alternative`."""
+    """Return the GPU `name`. If it is unknown, raise a ConfigError for `field` that ends in `alternative`."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

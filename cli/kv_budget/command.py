@@ -90,7 +90,7 @@ def _show_serve_line(analysis: BudgetAnalysis) -> None:
 
 
 def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) -> list[BudgetAnalysis]:
-    """Return an analysis for each device that the flags select. Raises ModelError, and ConfigError for a bad flag."""
+    """Return an analysis for each selected device. Raises ModelError for a bad model, ConfigError for a bad flag."""
     given = {**engine_options.given, **({} if options.users is None else {"max_num_seqs": options.users})}
     config = config_for_demand(engine_options.config(spec), engine_options.given, options.users, options.context)
     lengths, devices = options.distribution(config), options.devices(config)

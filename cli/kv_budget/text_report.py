@@ -65,7 +65,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return `factor` and the head dimension; if keys and values differ, only their sum, such as "192 + 128"."""
+    """Return the head dimension as text, after `factor`; if keys and values differ, return just "192 + 128"."""
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 

@@ -84,7 +84,7 @@ class _Counter:
         self.reader = LayerReader(config)
 
     def count(self) -> Iterator[_Module]:
-        """Yield the modules of the embeddings, of every layer, and the last norm."""
+        """Yield the names and parameters of all modules: embeddings, layers and last norm."""
         copies = 1 if self.config.get("tie_word_embeddings", default=False) else 2
         embeddings, other = copies * self.config.vocab_size * self.hidden, 0
         if self.parts.head_bias:

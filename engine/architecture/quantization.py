@@ -170,7 +170,7 @@ _KV_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype", "kv_
 
 
 def _kv(settings: Mapping[str, Any], method: str) -> tuple[bool, tuple[str, ...]]:
-    """Return True if KV is stored in fp8, and a note if the settings do not say how it is stored, or are unknown."""
+    """Return True if KV is stored in fp8, and a note if the settings do not tell how KV is stored."""
     named = [name for name in _KV_SETTINGS if name in settings]
     if not named and method in ("modelopt", "compressed-tensors"):
         return False, (_NO_KV,)

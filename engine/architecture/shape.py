@@ -103,9 +103,9 @@ def inner_size(fields: Fields) -> int:
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """Return the longest context, in tokens, that can be served exactly; None if the config does not limit it.
+    """Return the longest context in tokens: the smaller of max_position_embeddings and `rotary_limit`; None if unset.
 
-    Also returns a note if this context is shorter than the model's own limit.
+    Also returns a note if `rotary_limit` is the smaller.
     """
     stated = fields.get("max_position_embeddings")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)

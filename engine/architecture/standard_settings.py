@@ -131,7 +131,7 @@ def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[st
 
 
 def _from_linear_heads(values: dict[str, Any], heads: Any) -> dict[str, Any]:
-    """Rewrite linear_num_heads, which transformers saves for Kimi Linear: as many key heads as value heads."""
+    """Rewrite linear_num_heads, which transformers saves for Kimi Linear, as equal numbers of key and value heads."""
     width = values.pop("linear_head_dim")
     names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
     return dict(zip(names, (heads, heads, width, width), strict=True))

@@ -32,7 +32,7 @@ class BloomModel:
         self._model: Any = model
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
-        """Compute logits; see `PagedModel.forward`. `positions` is ignored, because ALiBi takes them from `context`."""
+        """Compute logits; see `PagedModel.forward`. `positions` is ignored, because ALiBi needs only `context`."""
         inner = self._model.transformer
         hidden = inner.word_embeddings_layernorm(inner.word_embeddings(input_ids))
         for index, block in enumerate(inner.h):

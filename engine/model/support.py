@@ -1,4 +1,4 @@
-"""Checks of a model's config for whether serve can run the model. Checks of the model itself are in probe.py."""
+"""Checks that refuse a model by its config if it cannot be served. Checks of the model itself are in probe.py."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def render_chat(
 
     Only the template writes special tokens. If messages or `template_kwargs` contain the text of one, it is encoded as
     plain text. The same holds for other tokens that the template writes around turns, except in assistant messages.
-    With `parse_special`, both are encoded as tokens.
+    With `parse_special`, all these are encoded as tokens.
 
     Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or a keyword
     is reserved. `check` may refuse the text before it is encoded.
@@ -124,7 +124,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, Any]) -> list[Message]:
-    """Return the first of `_forms` that the template shows completely. Raises RequestError if it shows none so."""
+    """Return the first of `_forms` that the template shows completely. Raises RequestError if there is none."""
     if all(message.get("role") in (None, *_PLAIN_ROLES) and _is_plain(message) for message in messages):
         return messages
     problem: RequestError | None = None
@@ -148,7 +148,7 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
     In the second form, developer messages are system messages. If the template does not name the developer role, this
     is the first form, because many templates write any role although the model knows only some. In the last forms,
-    system messages are part of a user's turn beside them: first those after the first message, then all.
+    system messages are joined to the user messages beside them: first those after the first message, then all.
     """
     as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     if knows_developers:
@@ -161,7 +161,7 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each system message joined to the user message beside it, or as a user message."""
+    """Return the messages with each system message joined to the user message beside it, or made a user message."""
     turns: list[Message] = []
     after_system = False
     for message in messages:
@@ -191,9 +191,9 @@ def _with_objects(message: Message) -> Message:
 
 
 def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
-    """Raise RequestError if the template leaves out the content of a message or a tool call.
+    """Raise RequestError if the template leaves out a tool call, or the content of any role except assistant.
 
-    The check renders the conversation with a made-up word in place of each content and each function's name.
+    The check renders the messages with a made-up word in place of each of these contents and function names.
     """
     words: dict[str, str] = {}
     marked: list[Message] = []

@@ -81,7 +81,7 @@ class Tokenizer:
         return sorted((token for token in plain if token in text and token.strip()), key=len, reverse=True)
 
     def warm_up(self) -> None:
-        """Build now, in about a second, what the first text with escaped tokens would otherwise wait for."""
+        """Build the tokenizer for escaped texts, so that the first such text does not wait a second for it."""
         self.encode(_MARK, escaped=True)
 
     @cached_property
