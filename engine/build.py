@@ -45,7 +45,7 @@ def build_engine(
     metrics_prefix: str = "llmsched",
     served_model_name: str | None = None,
 ) -> Engine:
-    """Load `config.model`, reserve its memory and return the engine. Weights are read after all checks.
+    """Load `config.model`, reserve its memory and return the engine. Settings are checked before weights are read.
 
     `served_model_name` is the model's name in metrics (None: the name in ModelInfo). The names of metrics begin with
     `metrics_prefix`. Raises ModelError for a model that cannot be loaded or served, and ConfigError for a setting that
@@ -72,7 +72,7 @@ def build_engine(
 
 
 def engine_beside(engine: Engine, **knobs: Any) -> Engine:
-    """Return a new engine with the executor of `engine`, an empty cache, and the settings of `engine` except `knobs`.
+    """Return a new engine with the executor of `engine`, an empty cache, and the settings of `engine` with changed `knobs`.
 
     Afterwards `engine` must not compute steps. Raises ConfigError for a setting in RESERVING, and for a setting in
     LIMITS that is above the value for which memory was reserved.

@@ -180,9 +180,9 @@ class Engine(StepLoop):
     def step(self) -> list[RequestOutput]:
         """Compute one step and return the new outputs.
 
-        Returns an empty list while the scheduler waits for more requests (see `idle_until`). If this method
-        raises an exception, the engine cannot continue. If the text of an output cannot be made, only that sequence
-        ends, with FinishReason.ERROR. An error in the statistics is only logged.
+        Returns an empty list while the scheduler waits for more requests (see `idle_until`). If this method raises an
+        exception, the engine cannot continue. If the text of an output cannot be made, only that sequence ends, with
+        FinishReason.ERROR. An error in the statistics is only logged.
         """
         if self.idle_until() is not None:
             return []
@@ -322,7 +322,7 @@ class PrefixAdmin:
         self._engine.observe(self._engine.recorder.update)
 
     def expire(self) -> float | None:
-        """Release expired pins. Return the time (engine's clock) when the next pin expires, None if no pin will."""
+        """Release expired pins. Return the time (engine's clock) of the next expiry, or None if no pin will expire."""
         self._engine.scheduler.expire_pins()
         self._engine.observe(self._engine.recorder.update)
         return self._kv.pins.next_expiry()

@@ -31,11 +31,11 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device, in bytes. `total` is for all programs; programs other than this hold `used_by_others`.
+    """Memory of one device, in bytes. Programs can allocate `total`; programs except this one hold `used_by_others`.
 
     On a CPU, `used_by_others` is all memory that is not available without swapping. `holders` lists the other programs
     if the driver names them. `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto"
-    means bfloat16. `computes_fp8` is True for a GPU that multiplies fp8 in hardware; on a CPU it has no meaning.
+    means bfloat16. `computes_fp8` is True for a GPU that multiplies fp8 in hardware; the field has no meaning for a CPU.
     """
 
     kind: Literal["cuda", "cpu"]

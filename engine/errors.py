@@ -25,7 +25,7 @@ def spell(message: str, naming: Callable[[str], str] = str) -> str:
 
 
 class LlmschedError(Exception):
-    """Base of all errors whose message is written for the user. The CLI prints it on one line and exits with 2."""
+    """Base of all errors whose message is written for the user. The CLI prints the message and exits with code 2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class ConfigError(LlmschedError):
 
 
 def check_range(field: str, value: float, valid: bool, allowed: str) -> None:
-    """Raise ConfigError unless `valid`. The message has `value`, and the words `allowed` for the allowed values."""
+    """Raise ConfigError for the setting `field` unless `valid`. `allowed` says in words which values are allowed."""
     if not valid:
         shown = f"{value:g}" if isinstance(value, float) else value
         raise ConfigError(field, f"{shown} is out of range; allowed is {allowed}")
@@ -64,9 +64,9 @@ class ModelError(LlmschedError):
 
 
 class RequestError(LlmschedError):
-    """Error for an invalid request. Over HTTP it becomes a 4xx response in OpenAI's format.
+    """Error for an invalid request. Over HTTP the error becomes a 4xx response in OpenAI's format.
 
-    `param` is the name of the wrong field, if it is a single field. `code` is OpenAI's machine-readable error code.
+    `param` is the name of the wrong field, or None if no single field is wrong. `code` is OpenAI's machine-readable error code.
     """
 
     def __init__(self, param: str | None, message: str, code: str | None = None) -> None:

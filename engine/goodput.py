@@ -16,8 +16,8 @@ class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
     The target `itl` applies to one statistic of the request's ITL samples, `itl_statistic`: "mean", "max" or a
-    percentile such as "p99". `reader_speed`, in tokens per second, is the speed for which `reading_waits` finds late
-    tokens. Raises LlmschedError for an unknown statistic or a speed that is not above 0 and finite.
+    percentile such as "p99". `reader_speed` is the speed, in tokens per second, of the reader in `reading_waits`.
+    Raises LlmschedError for an unknown statistic or a speed that is not above 0 and finite.
     """
 
     ttft: float | None = None
@@ -40,7 +40,7 @@ class Slo:
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
         """Return by name, for each target that is not None, True if the request met the target.
 
-        A request also meets a target for a figure that it does not have, such as TPOT with only one token.
+        A request without a figure, such as TPOT for a single token, meets the target for that figure.
         """
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
@@ -52,9 +52,9 @@ class Goodput:
     """Goodput and SLO attainment of a run.
 
     `requests_per_s` is the goodput: requests per second that finished and met every target. `attainment` has for each
-    target the share of requests that met the target, and as "all" the share that met every target. A failed request
-    meets none. `missed` counts, for each target, the finished requests that missed the target. `missed_alone` counts
-    those that missed the target and met all other targets.
+    target the share of requests that met the target, and under "all" the share that met every target. A failed request
+    meets no target. `missed` counts, for each target, the finished requests that missed the target. `missed_alone`
+    counts the finished requests that missed the target and met all others.
     """
 
     requests_per_s: float

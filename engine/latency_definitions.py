@@ -90,7 +90,7 @@ class Stall(NamedTuple):
 
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
-    """Return the longest gap between two arrivals of tokens (of equal gaps the first); None for fewer than two."""
+    """Return the longest gap between two arrivals of tokens (of equal gaps the first), or None for one arrival."""
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     totals = accumulate(arrival.tokens for arrival in carried)
     stalls = [

@@ -153,12 +153,12 @@ class EngineMetrics:
         self.kv_usage(usage)
 
     def kv_usage(self, usage: KVUsage) -> None:
-        """Set the gauges of KV memory in bytes; do nothing before `add_memory`."""
+        """Set the gauges of KV memory in bytes; do nothing if `add_memory` has not been called."""
         for field, gauge in self._kv_bytes.items():
             gauge.set(getattr(usage, field) * self._bytes_per_token)
 
     def buckets(self, histogram: str) -> dict[float, float]:
-        """Return the number of samples up to each bound of a histogram; `histogram` is a key of _HISTOGRAMS."""
+        """Return the cumulative counts of a histogram by upper bound; `histogram` is a key of _HISTOGRAMS."""
         name = f"{self._prefix}:{histogram}"
         families = self._registry.restricted_registry([f"{name}_bucket"]).collect()
         samples = [sample for family in families for sample in family.samples if sample.name == f"{name}_bucket"]

@@ -67,7 +67,7 @@ class PromptChanges:
         self.quote_prompts = False
 
     def update(self) -> None:
-        """Check again if CHECK_EVERY requests have been admitted since the last check."""
+        """Run `check` if CHECK_EVERY requests have been admitted since the last check."""
         if self._watch.num_seen >= self._next_check:
             self.check()
 

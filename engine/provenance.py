@@ -13,7 +13,7 @@ class Provenance:
 
     `measured` is False for a simulation, which the other fields describe. `calibration_error` is the median relative
     error of step times that `llmsched calibrate` fitted at the time `calibrated`. `published_error` is the median
-    relative error of a roofline model's TPOT against published measurements. Each is None if unknown.
+    relative error of a roofline model's TPOT against published measurements. An unknown error is None.
     `refused_by_serve` is the reason why `serve` would refuse the model, or None if `serve` supports the model.
     """
 
@@ -30,12 +30,12 @@ class Provenance:
         return "MEASURED" if self.measured else "SIMULATED"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields that every JSON report contains."""
+        """Return, by name, the fields that every JSON report contains."""
         names = ("measured", "calibration_error", "published_error", "refused_by_serve", "where")
         return {name: getattr(self, name) for name in names}
 
     def caveats(self) -> list[str]:
-        """Return a list with one sentence about the accuracy of simulated step times; empty if measured."""
+        """Return a list with one sentence about the accuracy of simulated step times, or [] if measured."""
         if self.measured:
             return []
         if self.calibration_error is not None:

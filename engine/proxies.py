@@ -30,7 +30,7 @@ def proxy_variable(url: str) -> str | None:
 
 
 def _proxy_name(url: str) -> str | None:
-    """Return the name, without _PROXY and in lower case, of the environment variable with the proxy for `url`.
+    """Return the short name of the environment variable with the proxy for `url`: "https" for HTTPS_PROXY.
 
     Returns None if there is no such variable, or if NO_PROXY lists the host of `url`.
     """
@@ -66,7 +66,7 @@ def _checked(name: str, value: str) -> str:
     """Return the proxy URL `value`, with the scheme http if `value` has no scheme (as in curl).
 
     Raises LlmschedError if the URL is malformed or its scheme is not in _SCHEMES. The message names the environment
-    variable, of which `name` is the part before _PROXY, in lower case.
+    variable; `name` is its short name, such as "https" for HTTPS_PROXY.
     """
     proxy = value if "://" in value else f"http://{value}"
     try:

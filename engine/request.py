@@ -138,9 +138,9 @@ class Request(Sequence):
     """Sequence with its scheduling state. An API request with n > 1 becomes n Requests.
 
     Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens
-    tokens. The step that computes the last of the remaining tokens samples a new token. Times are in seconds of the
-    engine's clock. `rank` orders the queue (lowest first). `num_passed` counts the requests that were
-    admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens at the last preemption.
+    tokens. The step that computes the last token of the sequence samples a new token. Times are in seconds of the
+    engine's clock. `rank` orders the queue (lowest first). `num_passed` counts the requests that were admitted while
+    this request was first in the queue. `num_lost_tokens` is num_computed_tokens at the last preemption.
     While the request waits, `encoded` has its token ids as bytes for prefix lookups, and `swapped` has its KV if the KV
     was copied to host memory.
     """

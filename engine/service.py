@@ -33,7 +33,7 @@ class AsyncEngine:
 
     The event loop never waits for a step, and the engine never waits for a reader. `start` binds the AsyncEngine to the
     running event loop. All methods except `stats`, and the streams, must be used on that loop. Code on the loop may
-    read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses `call` for everything else in it.
+    read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses `call` for all other access.
 
     If the action of a `call` raises an exception, that call fails, and the engine continues if `Engine.check_integrity`
     finds no fault. An exception in a step, or SystemExit or KeyboardInterrupt anywhere in the thread, ends the engine:
@@ -69,7 +69,7 @@ class AsyncEngine:
         """Return why requests cannot be served, or None if they can. Log when a problem begins and when it ends.
 
         A problem is that the engine has failed, that no step has finished for more than `step_timeout_s` seconds, or
-        that the model computed no usable logits for the last MAX_BAD_ROWS tokens to sample.
+        that the last MAX_BAD_ROWS rows of logits from which to sample were unusable (NaN or all -inf).
         """
         problem = self._problem()
         if problem and self.healthy and not self._has_problem:
@@ -229,8 +229,8 @@ class AsyncEngine:
     def _attempt(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
         """Run an action that the event loop sent. If the action raises an exception, let the loop run `fail`.
 
-        `fail` gets the LlmschedError, or an InternalError for any other exception. If such an exception has left the
-        engine inconsistent (see `Engine.check_integrity`), raises RuntimeError, which ends the engine.
+        `fail` gets the LlmschedError, or an InternalError for any other exception. Raises RuntimeError, which ends the
+        engine, if the other exception has left the engine inconsistent (see `Engine.check_integrity`).
         """
         try:
             action()

@@ -1,4 +1,4 @@
-"""Simulated engine, which has a virtual clock and a cost model instead of a model and a device.
+"""Simulated engine, which has a virtual clock and a StepCost instead of a language model and a device.
 
 Requests and KV memory are scheduled by the same code as in `Engine`. Every output has max_tokens tokens.
 """

@@ -40,9 +40,9 @@ class StepLoop:
         return self.scheduler.has_work()
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which the idle engine collects requests, or None if it does not.
+        """Return the time (engine's clock) until which the next step waits for more requests, or None.
 
-        The engine collects requests before a step only if schedule_window is set.
+        While no request runs, a step waits up to schedule_window seconds for min_schedule_batch requests.
         """
         return self.scheduler.idle_until()
 

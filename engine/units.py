@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def human_bytes(count: int | float) -> str:
-    """Return a byte count with three significant figures: 512 B, 1.50 KiB, 23.4 GiB."""
+    """Return a byte count as text with three significant figures: 512 B, 1.50 KiB, 23.4 GiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -14,7 +14,7 @@ def human_bytes(count: int | float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return a time with three significant figures: 12.3 ms, 1.50 s."""
+    """Return a time as text with three significant figures: 12.3 ms, 1.50 s."""
     if seconds < 1:
         return f"{three_figures(seconds * 1e3)} ms"
     return f"{three_figures(seconds)} s"

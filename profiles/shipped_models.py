@@ -1,4 +1,4 @@
-"""Configs of often served models, read from models/configs.jsonl, so that planning for them needs no hub."""
+"""Configs of often served models, read from models/configs.jsonl, so that planning for them works offline."""
 
 from __future__ import annotations
 

@@ -79,9 +79,9 @@ def profile_dir() -> Path:
 
 
 def profile_path(name_or_path: str) -> Path:
-    """Return the path of a profile's file, given as a path (with a slash or ending in .toml) or as a name.
+    """Return the path of a profile's file. `name_or_path` is a path if it has a slash or ends in .toml, else a name.
 
-    Raises ProfileError for a name with characters other than letters, digits, ".", "_" and "-".
+    Raises ProfileError unless a name has only letters, digits, ".", "_" and "-", and begins with a letter or digit.
     """
     if "/" in name_or_path or os.sep in name_or_path or name_or_path.endswith(".toml"):
         return Path(os.path.expanduser(name_or_path))
@@ -110,7 +110,7 @@ def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
 
 
 def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
-    """Return the name and content of the newest valid profile in profile_dir() for this model and device."""
+    """Return the name and content of the newest valid profile in profile_dir() for this model and device, or None."""
     found = []
     for name in list_profiles():
         try:

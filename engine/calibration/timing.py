@@ -99,7 +99,7 @@ class ServingOverhead(NamedTuple):
     """Overhead of serving `num_seqs` decoding sequences, while other threads compete for the Python interpreter.
 
     `between` is the seconds from the end of a step to the start of the next. `slowdown` is the time of a step divided
-    by its time when nothing is served.
+    by the time of the same step when nothing is served.
     """
 
     num_seqs: int
@@ -109,7 +109,7 @@ class ServingOverhead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimings:
-    """Timings of `engine` on its device. `fit` is a fit to `steps`. `cost` adds the overhead of `serving` to it.
+    """Timings of `engine` on its device. `fit` is a fit to `steps`. `cost` is its cost plus the overhead of `serving`.
 
     `swap_seconds_per_byte` is the time to copy one byte of KV in one direction.
     """
@@ -194,7 +194,7 @@ def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -
     """Measure how much longer steps take while serving, for several numbers of sequences.
 
     The function alternates between serving and running the same steps alone, and compares the medians. It leaves out a
-    number if serving never had two consecutive steps with that many sequences. Raises ConfigError if none is left.
+    number if serving never had two consecutive steps with that many sequences. Raises ConfigError if no number is left.
     """
     executor = cast("TorchExecutor", engine.executor)
     counts = sorted({min(count, limits.max_rows) for count in _SERVED})

@@ -55,9 +55,9 @@ class StepPlan:
 class RowResult:
     """Result of one ScheduledRow. `token_id` is None if no token was sampled. An `error` ends only this sequence.
 
-    If the request asked for prompt_logprobs, the list has one entry for each prompt token among the tokens start + 1 to
-    start + num_tokens of the sequence; otherwise it is empty. `caused_by_request` is True if the error is due to the
-    request's own parameters, and False if it is due to the model.
+    `prompt_logprobs` is empty if the request did not ask for them. Otherwise it has one entry for each prompt token
+    among the tokens start + 1 to start + num_tokens of the sequence. `caused_by_request` is True if the error is due to
+    the request's own parameters, and False if the error is due to the model.
     """
 
     token_id: int | None = None
@@ -86,7 +86,7 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step. An error of a single row is reported in its RowResult.
 
-        If the exception means that memory ran out (see `is_out_of_memory`), the executor must be able to compute
-        another plan afterwards. Any other exception stops the engine.
+        After an exception for which `is_out_of_memory` returns True, the executor must be able to compute another plan.
+        Any other exception stops the engine.
         """
         ...

@@ -18,7 +18,7 @@ MIN_STEPS = 16
 class StepShape(NamedTuple):
     """Quantities on which the time of a step depends. A ScheduledRow of one token is a decode, any other a prefill.
 
-    `kv_tokens` is the number of tokens whose KV attention reads, summed over all rows; `prefill_kv_tokens` is the sum
+    `kv_tokens` is the number of KV tokens that attention reads, summed over all rows; `prefill_kv_tokens` is the sum
     over prefill rows only. `prefill_pairs` is the number of (query, key) pairs of prefill rows: n s + n (n + 1) / 2 for
     n tokens after s tokens of context. The fields that begin with `window_` are the same numbers for sliding-window
     layers. For a model without such layers they equal the other fields.
@@ -36,7 +36,7 @@ class StepShape(NamedTuple):
 
 
 def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
-    """Return the shape of a step. `window` is the sliding window in tokens; None means a model without such layers."""
+    """Return the shape of a step. `window` is the model's sliding window in tokens (None: no sliding window)."""
     tokens = decodes = sampled = decode_kv = prefill_kv = pairs = 0
     window_decode_kv = window_prefill_kv = window_pairs = 0
     for _, start, count, _, sample in plan.rows:
@@ -74,7 +74,7 @@ def _pairs(start: int, count: int) -> int:
 
 
 class StepCost(Protocol):
-    """Interface for predicting the time of a step. `window` is the language model's sliding window in tokens."""
+    """Interface for predicting the time of a step. `window` is the sliding window in tokens (None: no window)."""
 
     @property
     def window(self) -> int | None: ...
@@ -122,7 +122,7 @@ LINEAR = FittedCost._fields[1:-1]
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
     """Return the numbers by which FittedCost multiplies the coefficients in LINEAR, in the same order.
 
-    Those for sliding-window layers come last, and are left out if `windowed` is False.
+    The numbers for sliding-window layers come last, and are left out if `windowed` is False.
     """
     prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
     plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)

@@ -39,7 +39,7 @@ Float64 = npt.NDArray[np.float64]
 class Filters(NamedTuple):
     """Filter parameters of S rows, each an array [S]. `keys` [2, S] has the random key of each row in two 32-bit words.
 
-    Temperatures are above 0. The values top_k 0 or -1, top_p 1 and min_p 0 turn the filter off.
+    Temperatures are above 0. A filter is off at these values: top_k 0 or -1, top_p 1, min_p 0.
     """
 
     temperature: Float64
@@ -83,7 +83,7 @@ def cut(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, look: in
     """Apply top_k and top_p [S] in place to scores [S, V]: set the scores of dropped tokens to -inf.
 
     The best score of each row must be 0. `look`, at least the largest top_k, is the number of best tokens to sort
-    first. Only for rows where top_p needs more tokens, more are sorted.
+    first. For rows whose top_p needs more tokens, more are sorted.
     """
     width = scores.shape[1]
     look = min(look, width)

@@ -40,7 +40,7 @@ def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
 
 
 def hashed(names: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each name under the key (first, second). Arguments are broadcast.
+    """Return 32 random bits for each name and key (first, second). Arguments are broadcast.
 
     Arguments and result are int64 in [0, 2**32). No product reaches 2**63, so all devices compute the same hashes.
     """

@@ -77,7 +77,7 @@ class Roofline:
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return the seconds of work with `arithmetic` and `reading` seconds that overlap: their hypot (see the module)."""
+    """Return hypot(arithmetic, reading): the seconds that both take together, because they overlap in part."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 

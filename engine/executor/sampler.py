@@ -1,4 +1,4 @@
-"""Sampler of the next token of each row. Each row has its own parameters, and rows do not influence each other.
+"""Sampling of the next token from each row of logits. Each row has its own parameters and does not affect others.
 
 Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens and penalties change the logits
 (penalties.py). A greedy row takes the token with the highest logit, the lowest id of several equal ones. Other rows go

@@ -178,8 +178,8 @@ class TorchExecutor:
         """Return a plan of a step whose time is to be measured.
 
         `rows` has (number of context tokens, number of new tokens) for each sequence. Sequences are greedy. The step
-        also swaps `num_swapped` blocks out and in again. Computing the plan overwrites the cache, so requests must not
-        be served meanwhile.
+        also swaps `num_swapped` blocks out and in again. Computing the plan overwrites the cache, so afterwards the
+        engine must not serve requests.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]

@@ -31,7 +31,7 @@ class Continuation:
 
 
 class Reference:
-    """Plain transformers as the reference, one prompt at a time.
+    """Plain transformers as the reference, which computes one prompt at a time.
 
     `continuation` and `logits` set the model's attention implementation to eager and leave it so.
     """
@@ -145,7 +145,7 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First output token of `prompt` that differs from the reference, at index `position` of the output.
+    """First output token for the prompt named `prompt` that differs from the reference, at index `position`.
 
     `margin` is the reference's logit of `expected` minus its logit of `got`. `explained` is True if the engine's logits
     differ from the reference's enough to swap these tokens.

@@ -104,7 +104,7 @@ def check_parity(
 
 
 def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
-    """Raise ConfigError if a prompt and its output exceed the model's context, or all logits exceed MAX_LOGIT_BYTES."""
+    """Raise ConfigError if outputs would exceed the model's context, or have more than MAX_LOGIT_BYTES of logits."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     limit = loaded.info.max_position - longest
     if num_tokens > limit:
@@ -123,7 +123,7 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
 
 
 def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
-    """Describe the preemptions or prefix hits of a case in `result.detail`. Add a problem for each that is missing."""
+    """Write a case's preemptions or prefix hits to `result.detail`. If expected ones are missing, add a problem."""
     if case.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:

@@ -4,9 +4,9 @@ Each program computes one tile: consecutive queries of one sequence, with all qu
 even in a decode, the query heads fill the rows of a tensor-core product.
 
 Each program finds the sequence of its tile on the device, so the host never waits for the lengths. The tiles of
-sequence b have the numbers from cu_seqlens_q[b] // TILE_QUERIES + b on, so there are enough numbers for all tiles of
-the sequences before it. Programs whose number belongs to no tile end at once. If a batch has few tiles, the keys of
-each tile are divided into splits for separate programs, and `join_kernel` joins their results.
+sequence b have the numbers from cu_seqlens_q[b] // TILE_QUERIES + b on, so there are enough numbers for the tiles of
+earlier sequences. Programs whose number belongs to no tile end at once. If a batch has few tiles, the keys of each tile
+are divided into splits for separate programs, and `join_kernel` joins their results.
 """
 
 # Triton code has no Python types. Names in capitals are compile-time constants.
@@ -40,7 +40,7 @@ def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr)
 
 @triton.jit
 def locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """Return (sequence, first token of the sequence, its number of queries, first query of the tile).
+    """Return (sequence, its first token, its number of queries, first query of the tile).
 
     The first query of the tile is counted from the sequence's first query.
     """
