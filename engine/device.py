@@ -35,7 +35,7 @@ class DeviceMemory:
 
     On a CPU, `used_by_others` is all memory that is not available without swapping. `holders` lists the other programs
     if the driver names them. `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto"
-    means bfloat16. `computes_fp8` is True for a GPU that multiplies fp8 in hardware; the field has no meaning for a CPU.
+    means bfloat16. `computes_fp8` is True for a GPU that multiplies fp8 in hardware, and has no meaning for a CPU.
     """
 
     kind: Literal["cuda", "cpu"]

@@ -66,7 +66,7 @@ class ModelError(LlmschedError):
 class RequestError(LlmschedError):
     """Error for an invalid request. Over HTTP the error becomes a 4xx response in OpenAI's format.
 
-    `param` is the name of the wrong field, or None if no single field is wrong. `code` is OpenAI's machine-readable error code.
+    `param` is the name of the wrong field, or None if no single field is wrong. `code` is OpenAI's error code.
     """
 
     def __init__(self, param: str | None, message: str, code: str | None = None) -> None:

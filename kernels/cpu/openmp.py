@@ -42,9 +42,9 @@ def load_runtime() -> ctypes.CDLL | None:
 def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
     """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
 
-    `parallel` selects all threads, if torch's runtime has GOMP_parallel. `run` never passes a smaller number
-    to GOMP_parallel, because libgomp would end the unused threads. `body` gets a pointer to `arguments`, one record, of which `run` sets the
-    field num_threads. In `body`, thread_num() returns the number of the thread.
+    `parallel` selects all threads, if torch's runtime has GOMP_parallel. `run` never passes a smaller number to
+    GOMP_parallel, because libgomp would end the unused threads. `body` gets a pointer to `arguments`, one record, of
+    which `run` sets the field num_threads. In `body`, thread_num() returns the number of the thread.
     """
     runtime = load_runtime() if parallel else None
     arguments["num_threads"] = num_threads = torch.get_num_threads() if runtime else 1
