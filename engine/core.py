@@ -166,9 +166,9 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the seconds after which a refused request may be sent again: the mean gap between recent finishes.
+        """Return the seconds after which a refused request may be sent again, a whole number of at least 1.
 
-        The result is a whole number, at least 1.
+        This is the mean time between the ends of the latest sequences.
         """
         if len(self._finish_times) < 2:
             return 1.0

@@ -104,6 +104,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message as one line of limited length, or the name of the error's type if it has none."""
+    """Return an error's message as one line of limited length, or the name of its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _LINE else f"{text[:_LINE]}..."

@@ -124,7 +124,7 @@ def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[floa
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:
-    """Return the tokens (or completions) per second between the first and the last arrival.
+    """Return the tokens per second between the first and the last arrival. Arrivals may also count completed requests.
 
     The tokens of the first arrival are not counted: for n single tokens the rate is (n - 1) / (last - first). `end`, a
     time after the last arrival, extends the interval. Returns None for an interval of length 0.

@@ -72,7 +72,7 @@ class PromptChanges:
             self.check()
 
     def check(self) -> PromptChange | None:
-        """Check now and return the PromptChange that was found, or None."""
+        """Check the latest prompts now. Return the PromptChange that was found, or None."""
         self._next_check = self._watch.num_seen + CHECK_EVERY
         found = self._watch.report()
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)

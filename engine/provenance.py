@@ -13,7 +13,7 @@ class Provenance:
 
     `measured` is False for a simulation, which the other fields describe. `calibration_error` is the median relative
     error of step times that `llmsched calibrate` fitted at the time `calibrated`. `published_error` is the median
-    relative error of a roofline model's TPOT against published measurements. Each of these two errors is None if unknown.
+    relative error of a roofline model's TPOT against published measurements. Both errors may be None (unknown).
     `refused_by_serve` is the reason why `serve` would refuse the model, or None if `serve` supports the model.
     """
 

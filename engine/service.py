@@ -201,7 +201,7 @@ class AsyncEngine:
         self._send(lambda: self._post(self.core.abort(request_id)), lambda error: self._streams.fail(request_id, error))
 
     def _send(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
-        """Let the engine's thread run `action`. If `action` raises an exception, let the event loop run `fail`."""
+        """Let the engine's thread run `action`. If `action` fails, let the event loop call `fail` with the error."""
         self._inbox.put(lambda: self._attempt(action, fail))
 
     def _fail_all(self, reason: str) -> None:

@@ -1,6 +1,6 @@
 """Simulated engine, which has a virtual clock and a StepCost instead of a language model and a device.
 
-Requests and KV memory are scheduled by the same code as in `Engine`. Every output has max_tokens tokens.
+Scheduling and the management of KV memory are the same code as in `Engine`. Every output has max_tokens tokens.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SimulatedEngine(StepLoop):
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Description of the engine that `build_engine` would build for `config`, made without weights and device.
+    """Description of the engine that `build_engine` would build for `config`, made without loading the model.
 
     `cost` predicts the seconds of a step. `swap_seconds` returns the seconds for copying a number of bytes of KV to or
     from host memory. `provenance` names the device, the kind of engine if the user chose one, and the error of `cost`.

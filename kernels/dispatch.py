@@ -67,7 +67,7 @@ def paged_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write KV like `reference.write_kv`, on the keys' device. Raises ValueError unless the shapes fit each other."""
+    """Write KV like `reference.write_kv`, with the backend of the device. Raises ValueError unless the shapes fit."""
     tokens = slot_mapping.shape[0]
     for name, new, kv in (("key", key, key_cache), ("value", value, value_cache)):
         if new.shape != (tokens, kv.shape[1], kv.shape[3]):

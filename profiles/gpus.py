@@ -14,7 +14,7 @@ from llmsched.profiles.toml_files import UnknownNameError, shipped_table
 class GpuSpec:
     """Datasheet of one GPU.
 
-    `memory` is the bytes that CUDA can use. Bandwidths are in bytes/s, `host_bandwidth` to host memory in one
+    `memory` is the bytes that CUDA can use. Bandwidths are in bytes/s; `host_bandwidth` is to host memory, in one
     direction. Fields ending in `_flops` are dense rates in FLOP/s with float32 accumulation; `fp8_flops` is 0 without
     fp8 units. `sustained` is the share of the tensor cores' rate that the power limit allows in continuous use.
     """

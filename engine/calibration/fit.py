@@ -30,7 +30,7 @@ class MeasuredStep(NamedTuple):
 class Fit:
     """Result of a fit. Errors are relative, (predicted - measured) / measured, with one number per step.
 
-    `left_out` has, for each step, the error of a fit to all other steps (leave-one-out cross-validation).
+    `left_out` has each step's error in a fit to all other steps (leave-one-out cross-validation).
     """
 
     cost: FittedCost

@@ -40,7 +40,7 @@ class PackedBatch:
 
 
 def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
-    """Pack the rows, at least one, into a batch."""
+    """Pack one or more rows into a PackedBatch."""
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
     bounds = np.zeros(len(rows) + 1, dtype=np.int64)

@@ -178,7 +178,7 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Return the four coefficients of the numbers that `_terms` returns, all at least 0.
+        """Return the coefficients for the four numbers that `_terms` returns. All are at least 0.
 
         The fit is repeated without the term of the most negative coefficient until no coefficient is negative.
         """

@@ -23,7 +23,7 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedExecutor:
-    """Executor that makes up tokens and advances `clock` by the cost of each step.
+    """Executor that makes up tokens and advances `clock` by the time that `cost` predicts for each step.
 
     `output_length` returns the number of output tokens after which a sequence ends with a stop id, or None if it never
     ends that way. `per_swapped_block` is the time, in seconds, to copy one block to or from host memory.

@@ -137,6 +137,7 @@ def visit_keys(
 ):
     """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total.
 
+    For each row, these are the weighted sum of values, the largest score, and the sum of exponentials.
     If MASKED is False, every row must attend to all these keys, and their number must be a multiple of BLOCK_N. Without
     a softcap, `scale` includes log2 e.
     """
@@ -205,7 +206,7 @@ def attend_keys(
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
-    """Compute the attention of a tile's rows over the keys begin to end - 1. Return accumulator, maximum and total."""
+    """Compute the attention of a tile's rows over the keys begin to end - 1. Return the same as `visit_keys`."""
     dims = tl.arange(0, BLOCK_D)
     q = tl.load(
         query + tokens[:, None] * query_stride + heads[:, None] * head_stride + dims[None, :],
@@ -372,7 +373,7 @@ def write_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy the key or value vector of one token and KV head, the program ids, to the cache. Skip negative slots."""
+    """Copy the key or value vector of one token and KV head (the program ids) to the cache. Skip negative slots."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
