@@ -90,7 +90,7 @@ class Stall(NamedTuple):
 
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
-    """Return the longest gap between two arrivals of tokens (of equal gaps the first), or None for one arrival."""
+    """Return the longest gap between two arrivals of tokens (of equal gaps the first), or None if there is no gap."""
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     totals = accumulate(arrival.tokens for arrival in carried)
     stalls = [

@@ -229,8 +229,8 @@ class AsyncEngine:
     def _attempt(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
         """Run an action that the event loop sent. If the action raises an exception, let the loop run `fail`.
 
-        `fail` gets the LlmschedError, or an InternalError for any other exception. Raises RuntimeError, which ends the
-        engine, if the other exception has left the engine inconsistent (see `Engine.check_integrity`).
+        `fail` gets an LlmschedError unchanged, and an InternalError for any other exception. If `check_integrity` then
+        finds that this exception has left the engine inconsistent, raises RuntimeError, which ends the engine.
         """
         try:
             action()

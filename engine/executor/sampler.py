@@ -31,7 +31,7 @@ def is_greedy(sampling: SamplingParams) -> bool:
 
 
 class Sampler:
-    """Sampler of the next tokens of a batch of sequences. Its only state is the token counts of sequences with penalties."""
+    """Sampler of the next tokens of sequences. Its only state is the token counts of sequences with penalties."""
 
     def __init__(self) -> None:
         self._editor = LogitEditor()
