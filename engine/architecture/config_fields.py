@@ -145,7 +145,7 @@ class Fields:
             yield f"{UNREAD}: {', '.join(unread)}"
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
-        """Return the value that `cache` has under `name`. If there is none, call `question` and cache its result."""
+        """Return the value that `cache` has under `name`. If there is none, cache and return what `question` gives."""
         return question() if self.cache is None else self.cache.get(name, question)
 
     @property

@@ -324,7 +324,7 @@ class LayerReader:
         return width
 
     def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
-        """Return a layer's value of a setting: its own in the config, that of layers with a window, or that of all."""
+        """Return the setting `name` of one layer: its own, else that of layers with a window, else that of all."""
         value = self.fields.get(f"swa_{name}") if kind == "window" else None
         value = self.fields.get(name) if value is None else value
         overrides = self.fields.get("per_layer_config")

@@ -91,7 +91,7 @@ _MLP_UNREAD = frozenset({"replace_with_linear", "sparsify", "moe"})
 
 
 def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
-    """Return the width of one MLP: stated, or 2/3 of ffn_mult x hidden_size, rounded up to a multiple of 256."""
+    """Return an MLP's width: the stated one, else 2/3 of ffn_mult x hidden_size, rounded up to a multiple of 256."""
     if mlp.get("no_op"):
         return 0
     if mlp.get("intermediate_size"):

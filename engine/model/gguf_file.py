@@ -42,7 +42,7 @@ class GGUFFile:
         return str(self.metadata["general.architecture"])
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value of this architecture: for a llama file, get("block_count") reads llama.block_count."""
+        """Return a metadata value of the architecture: for a llama file, get("block_count") reads llama.block_count."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require(self, key: str) -> Any:
@@ -151,7 +151,7 @@ def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Cursor:
-    """Cursor in the header. Each read moves `position` forward, or raises ValueError if the file ends too soon."""
+    """Cursor in a .gguf file's header. A read moves `position` forward, or raises ValueError if the file ends."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content

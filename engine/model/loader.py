@@ -101,7 +101,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
-    """Read a model's facts from its files without weights. Raises ModelError if a value is invalid."""
+    """Read the facts about a model from its files other than the weights. Raises ModelError if a value is invalid."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_generation_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -273,7 +273,7 @@ class OpenModel:
 
 
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
-    """Find `config.model` and read everything except its weights.
+    """Find the model `config.model` and read all of its files except the weights.
 
     Raises ModelError for a model that cannot be found or served, and ConfigError for an unusable device.
     """
