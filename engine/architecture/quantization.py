@@ -188,7 +188,7 @@ def _kv(settings: Mapping[str, Any], method: str) -> tuple[bool, tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """Bits of the modules that match `pattern` (None: all others). `fp8` is True if activations have 8 bits too."""
+    """Bits per weight of the modules that match `pattern` (None: all others). `fp8`: activations have 8 bits too."""
 
     bits: Bits
     fp8: bool = False
