@@ -16,8 +16,8 @@ class EvictionOrder:
 
     A block is private if only the request that wrote it has used it, and shared if other requests have used it too.
     Private blocks are evicted before shared blocks. Within each kind, the least recently used block is evicted first.
-    When more than the share MAX_SHARED of the pool is cached shared blocks, the least recently used shared block
-    becomes the most recently used private block (segmented LRU, Karedla et al. 1994).
+    If cached shared blocks make up more than the share MAX_SHARED of the pool, the least recently used one becomes the
+    most recently used private block (segmented LRU, Karedla et al. 1994).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -54,7 +54,7 @@ class EvictionOrder:
         self._segment_of(block).move_to_end(block)
 
     def discard(self, block: int) -> None:
-        """Remove a block whose content has become useless, and its mark as shared."""
+        """Remove a block whose content has become useless, and clear its mark as shared."""
         del self._segment_of(block)[block]
         self._is_shared[block] = 0
 

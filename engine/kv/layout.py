@@ -81,7 +81,7 @@ class KVLayout:
 class LayerGrouping(NamedTuple):
     """Result of `group_layers`: the layout, and the layers that share a block (`group`).
 
-    If sliding-window layers keep the KV of all tokens, `reason` says why; if not, or without such layers, it is None.
+    If sliding-window layers keep the KV of all tokens, `reason` says why. In all other cases it is None.
     """
 
     layout: KVLayout
@@ -94,10 +94,11 @@ class LayerGrouping(NamedTuple):
 
 
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:
-    """Return how a model's layers are grouped for caching. `longest` is the most tokens of a sequence (None: unknown).
+    """Return how layers are grouped for caching, if sequences have at most `longest` tokens (None: unknown).
 
     Sliding-window layers get groups of their own only if this saves memory and the KV of a token has the same shape in
-    all layers, because all blocks must have the same size. If not, all layers form one group that keeps all tokens.
+    all layers, because all blocks must have the same size. In all other cases, one group of all layers keeps all
+    tokens.
     """
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]

@@ -37,7 +37,7 @@ class StaticBatchBlocks:
             table.extend(width, self._pool.allocate(layout.full_groups * (width - len(table))))
 
     def keep(self, request: Request) -> None:
-        """Keep the blocks of a request that is about to release them."""
+        """Keep a request's blocks until the batch ends, although the request is about to release them."""
         blocks = request.table.held_blocks()
         self._pool.acquire(blocks)
         self._blocks.append(blocks)
@@ -109,7 +109,7 @@ class KVManager:
         return request.swapped.window_start if hit.from_host and request.swapped is not None else hit.window_start
 
     def admit(self, request: Request, hit: PrefixHit) -> int:
-        """Give a request blocks for all its tokens; return into how many of them KV is copied back from host memory.
+        """Give a request blocks for all its tokens; return how many blocks of KV are copied back from host memory.
 
         The blocks of `hit` are marked as shared. If the request was preempted before, they are not, because the request
         may have written them itself.
@@ -275,7 +275,7 @@ class KVManager:
 def make_kv(
     config: ResolvedConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
 ) -> KVManager:
-    """Return the KV manager of an engine. Without `swap` it cannot swap; without `layout` all layers form one group."""
+    """Return an engine's KV manager. Defaults: no swap space, and one group of all layers that keeps all tokens."""
     layout = layout or KVLayout(config.block_size)
     pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
     return KVManager(

@@ -179,8 +179,7 @@ class PrefixCache:
     def insert(self, request: Request, num_whole: int) -> None:
         """Make the first `num_whole` blocks of a running request findable.
 
-        If another request has inserted the same prefix before, the blocks of the tree replace the blocks of this
-        request.
+        If another request has inserted the same prefix before, the tree's blocks replace the blocks of this request.
         """
         table, size = request.table, self.tree.block_size
         self.in_flight.remove(request)

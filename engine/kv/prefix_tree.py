@@ -31,8 +31,8 @@ class PrefixNode:
     """Node of the prefix tree: the cached KV of one block of tokens. The path from the root is the whole prefix.
 
     `key` is the encoded tokens. `blocks` has one block for each full-attention group. `window_blocks` has one block for
-    each sliding-window group, or none once these are evicted. A request cannot resume after a node without window
-    blocks, nor after a descendant that is less than a window away. `path_hash` identifies the prefix and its salt, even
+    each sliding-window group, or none once these are evicted. After their eviction, a request cannot resume after this
+    node, nor after a descendant that is less than a window away. `path_hash` identifies the prefix and its salt, even
     after the node is removed.
     """
 
@@ -118,8 +118,7 @@ class PrefixTree:
     def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
         """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root), and return their node.
 
-        If the tree has these tokens under `parent` already, the existing node is returned and `blocks` are not
-        inserted.
+        If `parent` has a child with these tokens already, this child is returned and `blocks` are not inserted.
         """
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)

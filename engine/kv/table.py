@@ -170,7 +170,7 @@ class BlockTable:
 
 
 class SwappedKV(NamedTuple):
-    """Copy of the KV of a preempted request's first `num_tokens` tokens in host memory.
+    """Copy in host memory of the KV of a preempted request's first `num_tokens` tokens.
 
     `full_blocks` are the host blocks of full-attention groups from block index `first` on, sorted by index, then by
     group. Earlier blocks are not copied, because other requests or pins hold them too. `window_blocks` are the host

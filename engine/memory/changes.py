@@ -1,4 +1,4 @@
-"""Changes to settings or hardware that would make a memory demand fit. `serve` plans memory in the same way."""
+"""Changes to settings or hardware with which a memory plan meets a demand."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def changes(
 
 
 class _Search:
-    """Search for changes to one configuration that meet a demand. All methods return only changes that meet it."""
+    """Search for changes to one configuration. All methods return only changes with which a plan meets the demand."""
 
     def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
         self.planner = planner
@@ -271,8 +271,7 @@ def config_for_demand(
 ) -> EngineConfig:
     """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`; None sets nothing.
 
-    Settings that the user chose (`given`) are not changed. Raises ConfigError if one of them is too small for the
-    demand.
+    Settings that the user chose (`given`) are not changed. Raises ConfigError if one of them is below the demand.
     """
     if context is not None:
         if (limit := config.max_model_len) is not None and context > limit:

@@ -152,8 +152,7 @@ def _plan_for_context(
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if the blocks are too few.
 
-    If the user did not set max_model_len, the plan's max_model_len is the longest sequence that fits, at most the
-    model's limit.
+    If the user did not set max_model_len, the plan sets or lowers it to the longest sequence that fits.
     """
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:

@@ -5,8 +5,8 @@ vLLM computes a step of max_num_batched_tokens tokens, samples max_num_seqs full
     max(MLP as in activations.py, sampler_copies x sequences x vocab x 4 bytes) + what libraries hold outside torch
 
 The CUDA context is not in this sum: vLLM measures only what is added after the context exists. Logs of versions up to
-0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, which counts with the former,
-and no log of 0.17 with more than 512 rows. tests/memory/test_published_logs.py names the few logs to which these
+0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, so its plans count 9.6 copies,
+and no log of 0.17 has more than 512 rows. tests/memory/test_published_logs.py names the few logs to which these
 constants were fitted, and checks the sum against all others.
 """
 

@@ -25,9 +25,9 @@ MIN_BONUS_HIT = 512
 class Admission:
     """Part of the scheduler that moves requests from `waiting` to `running`; the scheduler owns both.
 
-    An epoch ends whenever a request arrives, ends, is preempted or is admitted, or a pin is released. If no waiting
-    request could be admitted, Admission does not try again in the same epoch, unless more blocks have become available.
-    (Prefill chunks free blocks in sliding-window layers.)
+    An epoch ends whenever a request arrives, ends, or is preempted or admitted, and whenever a pin is released. If no
+    waiting request could be admitted, Admission does not try again in the same epoch, unless more blocks have become
+    available. (Prefill chunks free blocks in sliding-window layers.)
     """
 
     def __init__(
@@ -88,10 +88,9 @@ class Admission:
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
 
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
-        """Admit short requests until `lane` tokens of the step are used up; return the admitted requests.
+        """Admit short requests (`is_short`) until `lane` tokens of the step are used; return the admitted requests.
 
-        If more requests wait than may start to run now, at most the share fast_lane_share of admissions is made this
-        way.
+        If more requests wait than may start now, at most the share fast_lane_share of all admissions is made here.
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
@@ -125,9 +124,9 @@ class Admission:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Admit a waiting request if max_running, memory and Backfill allow it; return True if it was admitted.
+        """Admit a waiting request if max_running, memory and Backfill allow this; return True if they do.
 
-        A request also waits while running requests compute KV that it can reuse.
+        A request also waits while running requests compute KV that the request can reuse; then the result is False too.
         """
         if self.is_full:
             return False
@@ -152,7 +151,7 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from `waiting` to `running`, give it its blocks, and add it to the scheduler's counters.
+        """Move a request from `waiting` to `running`, allocate its blocks, and update the scheduler's counters.
 
         `hit` is the request's known prefix, which need not be computed.
         """
@@ -182,7 +181,7 @@ class Admission:
         self._running.append(request)
 
     def is_short(self, request: Request) -> bool:
-        """Return True if the request is within the fast lane's limits on uncached tokens and on max_tokens."""
+        """Return True if there is a fast lane and the request is within fast_lane_prompt and fast_lane_output."""
         config = self._config
         if config.fast_lane_share == 0:
             return False
@@ -193,7 +192,7 @@ class Admission:
         return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
 
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
-        """Return True if there is too little memory to admit the request; note this and reserve a start for it.
+        """Return True, and reserve a start for the request, if there is too little memory to admit the request.
 
         The request needs available blocks for its uncached tokens and for the headroom (blocks that admission keeps
         free), and the predicted peak of used blocks must fit the pool. If no request is running, the result is False,

@@ -16,8 +16,8 @@ class Backfill:
 
     If any request other than the first by rank is admitted, the first request is overtaken, whatever the cause. This
     may happen `max_passes` times; after that, only the first request may be admitted. A request that does not fit gets
-    a reserved start, the step at which it is predicted to fit. A request of larger rank may be admitted only if it is
-    also predicted to end before the reserved start.
+    a reserved start, the step at which it is predicted to fit. Until then, a request of larger rank may be admitted
+    only if it is predicted to end before the reserved start.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Backfill:
         self._steps_left = 0  # until the reserved request is predicted to fit
 
     def new_step(self) -> None:
-        """Begin a step: one step less is left until the reserved start."""
+        """Begin a step, and count it towards the reserved start."""
         self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:
@@ -66,9 +66,9 @@ class Backfill:
                 break
 
     def admitted(self, request: Request) -> None:
-        """Drop the reservation of a request that is being admitted. Count an overtaking if it is not the first request.
+        """Record that a request is being admitted. Call this while the request is still in the queue.
 
-        Call this while the request is still in the queue.
+        The request's reservation is dropped. If another request is the first in the queue, that request is overtaken.
         """
         first = self._waiting.first
         if first is not request:

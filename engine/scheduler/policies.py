@@ -30,8 +30,8 @@ def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], fl
 class StaticScheduler(Scheduler):
     """Scheduler of static batches, a baseline in which a batch runs until its longest request ends.
 
-    Up to max_num_seqs requests form a batch, each with KV reserved for max_model_len tokens until the batch ends. This
-    is faster than most real static batching, because prompts are not padded and each token is emitted at once.
+    Up to max_num_seqs requests form a batch, each with KV reserved for max_model_len tokens until the batch ends. The
+    baseline is faster than most real static batching: prompts are not padded, and each token is emitted immediately.
     """
 
     def _secure_memory(self) -> bool:

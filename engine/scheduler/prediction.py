@@ -125,8 +125,7 @@ def future_peak(held: Tokens, remaining: Tokens) -> int:
 def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
     """Return the same peak as `future_peak` for any layout, in tokens summed over layer groups.
 
-    The peak occurs when a sequence ends. So at the end of each sequence, the tokens of all sequences that still run are
-    summed.
+    The peak occurs when a sequence ends, so the result is the largest sum of tokens at these times.
     """
     size = layout.room(held[:, None] + remaining)
     return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())

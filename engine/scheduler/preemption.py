@@ -125,8 +125,7 @@ class Preemption:
     def decide(self, request: Request, demand: int | None, *, may_swap: bool = True) -> Loss:
         """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
 
-        In mode auto, a decision against a copy that was possible moves the measured cost of copies towards the assumed
-        cost.
+        In mode auto, a decision against a possible copy moves the measured cost of copies towards the assumed cost.
         """
         loss = self.loss(request, demand, may_swap=may_swap)
         if self._mode == "auto" and may_swap and not loss.swap and self._kv.swap.num_free:
@@ -154,10 +153,10 @@ class Preemption:
         return max(unsafe, key=lambda r: (-losses[r].seconds, -losses[r].num_tokens, r.rank, r.request_id))
 
     def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
-        """Return the running request to preempt so that `waiting`, a request of a higher class, can run, or None.
+        """Return the running request to preempt so that `waiting`, a request of a higher class, can run.
 
         The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
-        times. Policies other than fair have no classes, so their result is always None.
+        times. The result is None if there is no such request, or under a policy other than fair (without classes).
         """
         if self._policy != "fair":
             return None

@@ -114,7 +114,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which an idle engine should wait for requests to batch, or None."""
+        """Return until when (engine's clock) an idle engine should wait for requests to batch; None: not at all."""
         first = self.waiting.first_arrival
         if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
             return None
@@ -155,7 +155,7 @@ class Scheduler:
         return WaitReason.STEP if step.left <= 0 else self.admission.first_lacks
 
     def _secure_memory(self) -> bool:
-        """Give running requests blocks for all their tokens, by preemption if necessary. Return True if it was."""
+        """Give running requests blocks for all their tokens. Return True if requests were preempted for this."""
         growing = [request for request in self.running if len(request.token_ids) > request.table.capacity]
         missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         preempted = False
@@ -196,7 +196,7 @@ class Scheduler:
         self.waiting.add_at_head_of_class(request, short=self.admission.is_short(request))
 
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
-        """Schedule prefills, and admit requests if `admit` is True, with the tokens that decodes leave in the budget.
+        """Schedule prefills with the tokens that decodes leave in the budget, and admit requests if `admit` is True.
 
         Short requests get the share fast_lane_share first. All requests then get the rest by rank. `behind` are the
         running requests with more than one uncomputed token, sorted by rank.

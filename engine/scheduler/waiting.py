@@ -26,8 +26,8 @@ def initial_rank(request: Request, config: EngineConfig) -> float:
     """Return the request's position in the queue (lower is earlier): its arrival time plus priority x priority_step.
 
     Waiting does not change a rank, because each second of waiting counts the same for all requests. So a request can
-    overtake an earlier one only if their arrivals are less than (difference in priority) x priority_step apart. Under
-    policy sptf, the rank is the prompt's length plus max_tokens.
+    rank before an earlier request only if their arrivals are less than (difference in priority) x priority_step apart.
+    Under policy sptf, the rank is the prompt's length plus max_tokens.
     """
     if config.scheduling_policy == "sptf":
         return float(request.num_prompt_tokens + request.sampling.max_tokens)
@@ -136,7 +136,7 @@ class WaitingQueue:
         return self.times.end(request)
 
     def short_ones(self, count: int) -> list[Request]:
-        """Return the first `count` short requests by rank, for the fast lane."""
+        """Return the first `count` short requests by rank (see `Admission.is_short`)."""
         return self._short[:count]
 
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
