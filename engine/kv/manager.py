@@ -63,9 +63,9 @@ class KVManager:
     request does not share. If a cached block begins with the same tokens as this block, the cached KV is copied into
     this block first (`copies`).
 
-    Between two steps a request holds blocks for all its tokens in full-attention groups, and at most the blocks that
-    KVLayout describes in sliding-window groups. During a step, sliding-window groups also need room for the tokens that
-    the step computes (`reach`).
+    Between two steps, a request holds blocks for all its tokens in each full-attention group. In each sliding-window
+    group, it holds at most the blocks that KVLayout describes. During a step, sliding-window groups also need room for
+    the tokens that the step computes (`reach`).
 
     Pins hold at most `max_pinned_blocks` blocks. A request that runs alone can use all other blocks.
     """
@@ -222,7 +222,7 @@ class KVManager:
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:
-        """Schedule copies of the request's KV to host memory (preemption), and release all its blocks.
+        """Schedule copies of a preempted request's KV to host memory, and release all blocks of the request.
 
         The caller must check that `num_swapped` host blocks are free, and that a step has computed tokens of the
         request since its admission. Before such a step, KV may still have to be copied into the request's blocks.

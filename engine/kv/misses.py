@@ -55,7 +55,7 @@ class Misses:
         self._ghosts: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
 
     def evicted(self, node: PrefixNode, now: float) -> None:
-        """Remember that `node` was evicted at time `now`, until MAX_GHOSTS other nodes have been evicted later."""
+        """Remember that `node` was evicted at time `now`, until MAX_GHOSTS other nodes are evicted."""
         self._ghosts[node.path_hash] = (node.key, now)
         self._ghosts.move_to_end(node.path_hash)
         if len(self._ghosts) > MAX_GHOSTS:

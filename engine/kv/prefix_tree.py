@@ -31,9 +31,9 @@ class PrefixNode:
     """Node of the prefix tree: the cached KV of one block of tokens. The path from the root is the whole prefix.
 
     `key` is the encoded tokens. `blocks` has one block for each full-attention group. `window_blocks` has one block for
-    each sliding-window group, or none once these are evicted. After their eviction, a request cannot resume after this
-    node, nor after a descendant that is less than a window away. `path_hash` identifies the prefix and its salt, even
-    after the node is removed.
+    each sliding-window group until these blocks are evicted. From then on, a request cannot resume at this node, nor at
+    a descendant that is less than a window away. `path_hash` identifies the prefix and its salt, even after the node is
+    removed.
     """
 
     __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
@@ -179,9 +179,9 @@ class PrefixHit(NamedTuple):
     Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:]. Of these
     blocks, `num_evictable` are held by no request or pin now; they count as available until admission acquires them. KV
     exists for the first `num_tokens` tokens: in the blocks of the nodes, then at the beginning of the blocks
-    `copy_from` (one for each group), which admission copies. The first `num_alike` tokens match a cached prefix, of
-    which some KV may be evicted or too short to be worth a copy. If `from_host` is True, the request's own KV in host
-    memory covers more tokens than the cached KV, and the request resumes from its own KV.
+    `copy_from` (one for each group), which admission copies. The first `num_alike` tokens match a cached prefix; the KV
+    of some of them may be evicted, or too short to be worth a copy. If `from_host` is True, the request's own KV in
+    host memory covers more tokens than the cached KV, and the request resumes from its own KV.
     """
 
     nodes: list[PrefixNode]

@@ -240,7 +240,7 @@ def _shown(name: str, value: Any) -> str:
 def longest_context(
     planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, users: int, below: int | None = None
 ) -> int | None:
-    """Return the largest max_model_len at which `users` sequences of that length fit at the same time, or None.
+    """Return the largest max_model_len that `users` sequences can have at the same time, or None if none fits.
 
     The result is less than `below`, if that is given. The search is a bisection, because a longer context never leaves
     room for more sequences.

@@ -136,10 +136,10 @@ class Preemption:
         """Return which of two or more running requests gives up its blocks when memory runs out.
 
         The first request by rank is never chosen. So this request makes progress in every step, and every request
-        becomes the first at some time. Among the others, the victim is of the lowest priority class (unless
-        priority_step is 0), then has the smallest loss, then the largest rank. A request that was preempted SAFE_AFTER
-        times is chosen only if every candidate was preempted that often; then the candidate with the largest rank is
-        chosen.
+        becomes the first at some time. Among the others, the victim is chosen by the lowest priority class (unless
+        priority_step is 0), then by the smallest loss, then by the largest rank. A request that was preempted
+        SAFE_AFTER times is chosen only if every candidate was preempted that often; then the candidate with the largest
+        rank is chosen.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
