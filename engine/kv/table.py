@@ -140,11 +140,11 @@ class BlockTable:
         self._ids[group : group + len(blocks), index] = blocks
 
     def full_blocks(self, start: int, end: int) -> list[int]:
-        """Return the blocks at indices `start` to `end` - 1 of full-attention groups, by index, then by group."""
+        """Return the blocks at indices `start` to `end` - 1 of full-attention groups, sorted by index, then group."""
         return self._ids[: self.layout.full_groups, start:end].T.ravel().tolist()
 
     def window_blocks(self, start: int, end: int) -> list[int]:
-        """Return the blocks at indices `start` to `end` - 1 of sliding-window groups, by index, then by group."""
+        """Return the blocks at indices `start` to `end` - 1 of sliding-window groups, sorted by index, then group."""
         return self._ids[self.layout.full_groups :, start:end].T.ravel().tolist()
 
     def blocks_with_kv(self, first: int, num_computed_tokens: int) -> list[int]:

@@ -9,10 +9,10 @@ A step runs MLPs, attention and the sampler one after the other, so the peak in 
     sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 8 MiB)
                + 6 x the part of sequences x vocab x 4 between 8 MiB and 32 MiB
 
-`dtype` is the size of one number in bytes; the other names are sizes of the model. A CPU without bfloat16 instructions
-computes products of 16-bit numbers in fp32 and then rounds them, so the MLP needs tokens x inner x 2 bytes more. The
-attention term applies only to CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes
-that torch allocates. The formula has no term for CUDA graphs, because the engine does not capture CUDA graphs.
+`dtype` is the size of one number in bytes; hidden, inner, query, kv, head_dim and vocab are sizes of the model. A CPU
+without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so the MLP needs
+tokens x inner x 2 bytes more. The attention term applies only to CPUs, because the GPU kernel reads KV in place. Tests
+compare these terms with the bytes that torch allocates. The engine does not capture CUDA graphs, so they need no term.
 """
 
 from __future__ import annotations
