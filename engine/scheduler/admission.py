@@ -181,7 +181,7 @@ class Admission:
         self._running.append(request)
 
     def is_short(self, request: Request) -> bool:
-        """Return True if there is a fast lane and the request is within fast_lane_prompt and fast_lane_output."""
+        """Return True if the request is within fast_lane_prompt and fast_lane_output, and fast_lane_share is not 0."""
         config = self._config
         if config.fast_lane_share == 0:
             return False

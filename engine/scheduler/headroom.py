@@ -24,9 +24,10 @@ CAP_GROWTH = 1.1
 
 
 class HeadroomControl:
-    """Controller of `headroom`, the share of blocks that admission keeps free, and `max_running`, the concurrency cap.
+    """Controller of `headroom`, the share of blocks that admission keeps free, and of a cap on running requests.
 
-    Both depend on the preemption rate over the last WINDOW admissions.
+    Both depend on the preemption rate over the last WINDOW admissions. `max_running` is the cap, or `step_limit` if
+    less.
     """
 
     def __init__(self, config: EngineConfig, max_running: int) -> None:

@@ -16,9 +16,9 @@ from llmsched.engine.scheduler.waiting import WaitReason
 def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> Scheduler:
     """Return the scheduler that `config.scheduling_policy` names.
 
-    All policies except fair are baselines: they lack headroom, prediction, fast lane, priority classes, cache bonus and
-    backfill. They serve requests in order of arrival (fcfs), the shortest first (sptf), one at a time (serial), or in
-    static batches (static).
+    All policies except fair are baselines. They keep no blocks free (headroom), predict no output lengths, and have no
+    fast lane for short requests, priority classes, cache bonus or backfill. They serve requests in order of arrival
+    (fcfs), the shortest first (sptf), one at a time (serial), or in static batches (static).
     """
     if config.scheduling_policy == "fair":
         return Scheduler(kv, config, clock)
