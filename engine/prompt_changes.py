@@ -55,7 +55,7 @@ class PromptChanges:
     """Periodic check for a PromptChange.
 
     A PromptChange is logged if its position is at least SPREAD tokens from the position of the last one in the log.
-    If `quote_prompts` is set, the PromptChange and thus the log contain text of prompts.
+    If `quote_prompts` is set, the PromptChange and the log contain text of prompts.
     """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:

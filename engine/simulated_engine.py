@@ -1,6 +1,6 @@
 """Simulated engine, which has a virtual clock and a StepCost instead of a language model and a device.
 
-Scheduling and the management of KV memory are the same code as in `Engine`. Every output has max_tokens tokens.
+Scheduling and the management of KV memory use the same code as in `Engine`. Every output has max_tokens tokens.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 class Efficiency:
     """Shares of a GPU's datasheet figures that an engine reaches (see engines.toml).
 
-    `error` is the median relative error of TPOT on published results that the fit did not use (None: there are none).
+    `error` is the median relative error of TPOT on published results that the fit did not use, or None without them.
     """
 
     matrix: float

@@ -29,8 +29,8 @@ from llmsched.profiles.gpus import GpuSpec
 class Roofline:
     """StepCost of one language model on one GPU, for one kind of engine, such as vLLM.
 
-    `error` is the median relative error of TPOT against published measurements that were not used for the fit (None:
-    there are none). Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
+    `error` is the median relative error of TPOT against published measurements that were not used for the fit, or None
+    without such measurements. Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:

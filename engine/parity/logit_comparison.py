@@ -85,9 +85,9 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 class Tolerance:
     """Tolerance for one model: the largest difference of logits that counts as correct.
 
-    The shape of a batch decides in which order floating-point numbers are added, so correct logits differ in proportion
-    to their size. On SmolLM2-135M, whose largest logits are about 40, transformers' generation with a KV cache differs
-    from its full forward pass by up to 8e-5 in float32 and 0.75 in bfloat16.
+    The shape of a batch decides in which order floating-point numbers are added. So two correct computations of a logit
+    differ in proportion to the size of the logit. On SmolLM2-135M, whose largest logits are about 40, transformers'
+    generation with a KV cache differs from its full forward pass by up to 8e-5 in float32 and 0.75 in bfloat16.
 
     `routed` is True for a mixture of experts, where rounding may select another expert and change logits abruptly. In
     types shorter than float32, only the median over positions must then be within the limit.

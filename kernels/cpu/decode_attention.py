@@ -2,8 +2,8 @@
 
 A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. Each split yields its
 maximum score, its sum of exponentials and its weighted sum of values. `join_splits` joins the splits of a row, as in
-flash-decoding. Every thread gets the same number of splits. The splits of a row depend on this row alone, so its result
-is bit for bit the same in every batch.
+flash-decoding. Every thread gets the same number of splits. The splits of a row depend on this row alone, so the
+result of a row is bit for bit the same in every batch.
 """
 
 from __future__ import annotations
