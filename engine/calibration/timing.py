@@ -109,7 +109,7 @@ class ServingOverhead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimings:
-    """Timings of `engine` on its device. `fit` is a fit to `steps`. `cost` is `fit.cost` plus the overhead of `serving`.
+    """Timings of `engine` on its device. `fit` is fitted to `steps`. `cost` is `fit.cost` plus the overhead of serving.
 
     `swap_seconds_per_byte` is the time to copy one byte of KV in one direction.
     """
