@@ -130,7 +130,7 @@ def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
 
 
 class StepTimeModel:
-    """Model of the time of a step that is fitted while the engine serves.
+    """Model of the time of a step. The model is fitted while the engine serves:
 
         seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens
 
