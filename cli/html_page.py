@@ -8,29 +8,46 @@ from itertools import pairwise
 
 from llmsched.cli.chart import Axis, Chart, Point, Series, axes, drawable, number, thin
 
-_WIDTH, _HEIGHT = 720, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 44
-_COLOURS = ("#2a78d6", "#d9622b", "#2e9e6b", "#9a5fc9", "#c2a100", "#6b7280", "#c94f7c")
+_WIDTH, _HEIGHT = 640, 320
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 36, 52
+_COLOURS = ("#2a78d6", "#d9622b", "#2e9e6b", "#9a5fc9", "#c2a100", "#17929b", "#c94f7c")
 
 #: Maximum number of points drawn of a series. More points could not be distinguished at this width.
 _MOST_POINTS = 600
 
+#: Points of a series with at most this many are marked.
+_FEW_POINTS = 40
+
+#: On a narrow screen a chart shrinks, so its texts are larger relative to it, and every second label of x is left out.
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
-table { border-collapse: collapse; margin: .6em 0; font-variant-numeric: tabular-nums; }
-td, th { padding: .15em .8em .15em 0; text-align: right; }
-td:first-child, th:first-child { text-align: left; white-space: pre-wrap; }
+:root { color-scheme: light dark; --edge: rgb(128 128 128 / .4); }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 780px; margin: 1.5em auto; padding: 0 1em;
+  overflow-wrap: anywhere; }
+h1 { font-size: 1.3em; } h2 { font-size: 1.2em; margin-top: 2em; } h3 { font-size: 1em; margin-bottom: 0; }
+.verdict { font-size: 1.15em; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5em, 1fr)); gap: .5em; }
+.figures div { border: 1px solid var(--edge); border-radius: 6px; padding: .4em .6em; font-size: .78em; }
+.figures b { display: block; font-size: 1.4em; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin: .6em 0; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+td, th { padding: .15em .8em .15em 0; text-align: right; vertical-align: bottom; }
+td { white-space: nowrap; }
+.text { text-align: left; } td.text { white-space: pre-wrap; vertical-align: top; }
 th { border-bottom: 1px solid; } figure { margin: 1em 0 2em; } figcaption { font-weight: 600; }
-.warning { border-left: 4px solid #d9622b; padding-left: .8em; }
-dt { font-weight: 600; float: left; margin-right: .6em; } dd { margin: 0 0 .3em 0; }
+.note, .warning, .error { border-left: 4px solid var(--edge); padding-left: .8em; }
+.note { font-size: .9em; } .warning { border-color: #c2a100; } .error { border-color: #d03b3b; }
+dl { display: grid; grid-template-columns: auto 1fr; gap: .2em .8em; font-size: .9em; }
+dt { font-weight: 600; } dd { margin: 0; }
 pre { overflow-x: auto; font-size: .85em; }
-svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
+svg { display: block; width: 100%; }
+svg text { font: 13px system-ui, sans-serif; fill: currentColor; }
+svg line, svg path { vector-effect: non-scaling-stroke; }
 svg .grid { stroke: currentColor; stroke-opacity: .15; }
 svg .limit { stroke: currentColor; stroke-dasharray: 5 4; stroke-opacity: .7; }
 svg .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
-svg .dots { stroke-width: 4; stroke-linecap: round; stroke-opacity: .55; fill: none; }
+svg .dots, svg .points { stroke-width: 4; stroke-linecap: round; stroke-opacity: .55; fill: none; }
+svg .points { stroke-width: 7; stroke-opacity: 1; }
+@media (max-width: 520px) { svg text { font-size: 21px; } svg .odd { display: none; } }
 .legend span { margin-right: 1.2em; white-space: nowrap; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 """
@@ -43,20 +60,29 @@ class Page:
         self._title = escape(title)
         self._body: list[str] = []
 
-    def heading(self, text: str) -> None:
-        self._body.append(f"<h2>{escape(text)}</h2>")
+    def heading(self, text: str, level: int = 2) -> None:
+        self._body.append(f"<h{level}>{escape(text)}</h{level}>")
 
-    def say(self, text: str) -> None:
-        self._body.append(f"<p>{escape(text)}</p>")
+    def say(self, text: str, kind: str = "") -> None:
+        """Add a paragraph. `kind` is a class of the style sheet: "verdict", "note", "warning" or "error"."""
+        self._body.append(f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>")
 
-    def warn(self, text: str) -> None:
-        self._body.append(f'<p class="warning">{escape(text)}</p>')
+    def figures(self, figures: Sequence[tuple[str, str]]) -> None:
+        """Add the few most important figures, each with its name."""
+        boxes = "".join(f"<div>{escape(name)}<b>{escape(value)}</b></div>" for name, value in figures)
+        self._body.append(f'<div class="figures">{boxes}</div>')
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-        head = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
-        self._body.append(f"<table>{head}<tbody>{body}</tbody></table>")
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> None:
+        """Add a table, which scrolls if it is too wide. The first `text_columns` columns are aligned left."""
+
+        def cells(tag: str, row: Sequence[str]) -> str:
+            kinds = [' class="text"' if index < text_columns else "" for index in range(len(row))]
+            found = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
+            return f"<tr>{''.join(found)}</tr>"
+
+        head = f"<thead>{cells('th', columns)}</thead>" if any(columns) else ""
+        body = "".join(cells("td", row) for row in rows)
+        self._body.append(f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>')
 
     def chart(self, chart: Chart) -> None:
         self._body.append(chart_html(chart))
@@ -114,7 +140,8 @@ def _svg(chart: Chart) -> str:
     for name, value in chart.marks:
         x = f"{_across(x_axis.place(value)):.1f}"
         parts.append(f'<line class="limit" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text x="{x}" y="{_TOP - 2}" text-anchor="middle">{escape(name)}</text>')
+        anchor, aside = ("start", 5) if x_axis.place(value) < 0.5 else ("end", -5)
+        parts.append(f'<text x="{x}" dx="{aside}" y="{_TOP + 16}" text-anchor="{anchor}">{escape(name)}</text>')
     head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
     return f'{head} aria-label="{escape(chart.title)}">{"".join(parts)}</svg>'
 
@@ -126,14 +153,12 @@ def _grid(chart: Chart, x_axis: Axis, y_axis: Axis) -> str:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" {_level(share)}/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{_down(share) + 4:.1f}" text-anchor="end">{number(tick)}</text>')
     bottom = _HEIGHT - _BOTTOM
-    for tick in x_axis.ticks:
-        x = f"{_across(x_axis.place(tick)):.1f}"
+    for index, tick in enumerate(x_axis.ticks):
+        x, odd = f"{_across(x_axis.place(tick)):.1f}", ' class="odd"' if index % 2 else ""
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP}" y2="{bottom}"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{number(tick)}</text>')
-    middle = (_TOP + bottom) / 2
+        parts.append(f'<text x="{x}" y="{bottom + 20}" text-anchor="middle"{odd}>{number(tick)}</text>')
     parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(chart.x)}</text>')
-    turn = f'transform="rotate(-90 14 {middle})"'
-    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" {turn}>{escape(chart.y)}</text>')
+    parts.append(f'<text x="0" y="18">{escape(chart.y)}</text>')
     return "".join(parts)
 
 
@@ -142,13 +167,16 @@ def _mark(series: Series, places: Sequence[Point], colour: str, stacked: bool) -
         base = _HEIGHT - _BOTTOM
         outline = [(places[0][0], base), *places, (places[-1][0], base)]
         return f'<path d="M{_joined(outline)}Z" fill="{colour}"/>'
+    # A stroke of length 0 is a round dot, in far fewer bytes than a circle.
+    kind, dots = "points" if len(places) <= _FEW_POINTS else "dots", "".join(f"M{x:.1f},{y:.1f}h0" for x, y in places)
+    marked = f'<path class="{kind}" stroke="{colour}" d="{dots}"/>'
     if series.style == "dots":
-        # A stroke of length 0 is a round dot, in far fewer bytes than a circle.
-        return f'<path class="dots" stroke="{colour}" d="{"".join(f"M{x:.1f},{y:.1f}h0" for x, y in places)}"/>'
+        return marked
     if series.style == "steps":
         corners = [(place[0], before[1]) for before, place in pairwise(places)]
         places = [*places[:1], *(point for pair in zip(corners, places[1:], strict=True) for point in pair)]
-    return f'<path class="line" stroke="{colour}" d="M{_joined(places)}"/>'
+    line = f'<path class="line" stroke="{colour}" d="M{_joined(places)}"/>'
+    return line + marked if series.style == "line" and kind == "points" else line
 
 
 def _joined(places: Sequence[Point]) -> str:

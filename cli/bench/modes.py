@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 from llmsched.cli.bench.compare.comparison import RunVariant, compare
@@ -110,7 +111,7 @@ async def _bench_knee(opening: Opening, modes: ModeFlags, plan: RunPlan, progres
     except TargetUnreachableError as problem:
         raise LlmschedError(f"the target is unreachable, so there is no knee to find: {problem}") from problem
     report, well = knee_json(plan, found), found.knee.verdict != "never met"
-    run = MeasuredRun(experiment, found.at_knee.figures) if found.at_knee and found.at_knee.figures else None
-    detail = None if run is None else run_content(run)
+    run = None if found.at_knee is None else found.at_knee.run
+    detail = replace(run_content(run), title=f"the run at the knee, {found.knee.rate:.3g} requests/s") if run else None
     rows = [attempt.report for attempt in found.attempts]
     return Result(report, knee_content(report, experiment), well, rows, run, detail)

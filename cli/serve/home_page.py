@@ -27,5 +27,6 @@ def home_page(url: str, *, has_key: bool) -> str:
             ("GET /health", "200 while the server can answer, else 503 with the reason"),
             ("GET /metrics", "metrics for Prometheus and Grafana"),
         ),
+        text_columns=2,
     )
     return page.html()

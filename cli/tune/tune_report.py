@@ -75,7 +75,9 @@ def say_profile(outcome: TuneOutcome, profile: Path | None) -> None:
 def page(outcome: TuneOutcome, profile: Path | None) -> str:
     """Return the report as an HTML page."""
     title = f"llmsched tune: {outcome.task.model}"
-    return report_content.report_page(title, [_content(outcome)], as_json(outcome, profile))
+    return report_content.report_page(
+        title, [_content(outcome)], as_json(outcome, profile), str(outcome.device.get("name", "unknown"))
+    )
 
 
 def _content(outcome: TuneOutcome) -> ReportContent:
@@ -84,15 +86,31 @@ def _content(outcome: TuneOutcome) -> ReportContent:
     settings = [trial.setting for trial in trials]
     reasons = [f"{describe(trial.setting, settings)}: {trial.reason}" for trial in trials if trial.reason is not None]
     return ReportContent(
+        verdict=conclusion(outcome),
+        summary=_summary(outcome),
         notes=[Experiment(task.model, provenance, task.load, task.slo).headline(), *provenance.caveats()],
         tables=[_table(outcome), *_rate_tables(outcome)],
         charts=charts,
         terminal_charts=len(charts),
-        closing=[*reasons, conclusion(outcome)],
+        closing=reasons,
         definitions=_definitions(outcome),
         decisions=outcome.notes,
         warnings=outcome.warnings,
     )
+
+
+def _summary(outcome: TuneOutcome) -> list[tuple[str, str]]:
+    """Return the best setting, its knee and latency, and the gain over the default; empty if no setting was chosen."""
+    if (best := outcome.history.best()) is None:
+        return []
+    over, knee = gain(outcome), outcome.rates.best.met
+    return [
+        *((knob, knob_in_words(knob, getattr(best.setting, knob))) for knob in outcome.task.knobs),
+        *([] if knee is None else [("knee", f"{knee:.3g} requests/s")]),
+        *([] if over is None else [("gain over the default", f"{over:+.0%}")]),
+        ("P99 TTFT", f"{_cell(best.latencies['ttft'].p99, 1e3)} ms"),
+        ("output tokens/s", _cell(best.output_tokens_per_s, 1)),
+    ]
 
 
 def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
@@ -279,12 +297,12 @@ def _charts(history: TrialHistory) -> list[Chart]:
         figures = [(trial, trial.held.get(name, trial.latencies[name].p99)) for trial in trials]
         points = [(_budget(trial), 1e3 * figure) for trial, figure in figures if figure is not None]
         limit = ((f"SLO of {label}", 1e3 * limits[name]),) if name in limits else ()
-        title, series = f"{label} by token budget", (Series(label, points),)
+        title, series = f"{label} by token budget", (Series(label, points, "dots"),)
         charts.append(Chart(title, _BUDGET_AXIS, "ms", series, log_x=True, limits=limit))
     relative = history.relative()
     shares = [(trial, 100 * relative[trial.setting]) for trial in trials if trial.setting in relative]
     missed = [(_budget(trial), share) for trial, share in shares if not trial.feasible]
-    drawn = [Series(history.goal, [(_budget(trial), share) for trial, share in shares])]
+    drawn = [Series(history.goal, [(_budget(trial), share) for trial, share in shares], "dots")]
     drawn += [Series("not feasible", missed, "dots")] if missed else []
     unit = "% of the best setting" if history.best() else "% of the highest"
     charts.append(Chart(f"{history.goal} by token budget", _BUDGET_AXIS, unit, tuple(drawn), log_x=True))

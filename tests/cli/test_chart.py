@@ -134,8 +134,14 @@ def test_svg_is_well_formed_and_inside_its_box(style: str, stacked: bool) -> Non
     assert len(drawn) == 2
     for path in drawn:
         places = [(float(x), float(y)) for x, y in re.findall(r"([\d.-]+),([\d.-]+)", path)]
-        assert all(0 <= x <= 720 and 0 <= y <= 300 for x, y in places)
+        assert all(0 <= x <= 640 and 0 <= y <= 320 for x, y in places)
     parsed(html)
+
+
+def test_few_points_are_marked_and_a_line_of_many_is_not() -> None:
+    many = Series("a", [(float(i), float(i)) for i in range(100)])
+    assert 'class="points"' in html_page.chart_html(LINE)
+    assert 'class="points"' not in html_page.chart_html(Chart("", "x", "y", (many,)))
 
 
 def test_svg_of_many_points_stays_small() -> None:
@@ -147,7 +153,7 @@ def test_a_page_loads_nothing() -> None:
     page = Page("Run of <model> & co")
     page.heading("Latency")
     page.say("a < b")
-    page.warn("careful")
+    page.say("careful", "warning")
     page.table(["", "P99"], [["TTFT", "1 < 2"]])
     page.chart(LINE)
     page.terms({"TTFT": "time to first token"})

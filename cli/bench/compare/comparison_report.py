@@ -41,6 +41,9 @@ def comparison_content(document: dict[str, Any], variants: Sequence[VariantResul
     del terms["P99 interval"]
     runs = document["runs"]
     return ReportContent(
+        verdict=_verdict(document),
+        summary=[(f"output tokens/s, {run['policy']}", _shown(run["output_tokens_per_s"], "/s")) for run in runs]
+        + [(f"TTFT P99, {run['policy']}", f"{_shown(run['ttft_ms']['p99'], 'ms')} ms") for run in runs],
         notes=_notes(document, first),
         tables=[_table(document)],
         charts=[
@@ -58,6 +61,16 @@ def comparison_content(document: dict[str, Any], variants: Sequence[VariantResul
         ],
         warnings=list(dict.fromkeys(warning for run in runs for warning in run["warnings"])),
     )
+
+
+def _verdict(document: dict[str, Any]) -> str:
+    """Return the throughput and TTFT of each variant as ratios to the first, in one sentence."""
+    found = [
+        f"{name}: {_times(ratios['output_tokens_per_s'])} the output tokens/s of {document['baseline']}, "
+        f"{_times(ratios['ttft_ms_p99'])} its P99 TTFT"
+        for name, ratios in document["ratios"].items()
+    ]
+    return "; ".join(found)
 
 
 def _own_definitions() -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmsched.cli.bench.knee.knee_search import Knee, KneeGoal, find_knee
+from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.registry import as_json
 from llmsched.cli.load.arrivals import LEAST_RATE
@@ -51,7 +52,7 @@ class RateAttempt:
     rate: float
     attainment: float
     report: Report
-    figures: Measurement | None
+    run: MeasuredRun | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """The first attempt at the knee's rate, preferably one whose figures are kept."""
+        """The first attempt at the knee's rate, preferably one whose run is kept."""
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
-        return next((one for one in tried if one.figures is not None), tried[0] if tried else None)
+        return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 
 
 def check(load: Load, limits: KneeLimits) -> None:
@@ -110,13 +111,15 @@ async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progres
         def told(_: str, done: int, total: int) -> None:
             progress(f"attempt {len(attempts) + 1}, {rate:.3g} requests/s", done, total)
 
-        figures = await opened.measure(load.at_rate(rate).with_seed(next(seeds)), slo, told)
+        sent = load.at_rate(rate).with_seed(next(seeds))
+        figures = await opened.measure(sent, slo, told)
         attainment = figures.goodput.attainment["all"] if figures.goodput else 0.0
-        attempts.append(RateAttempt(rate, attainment, as_json(experiment, figures), figures))
+        run = MeasuredRun(opened.experiment(sent, slo), figures)
+        attempts.append(RateAttempt(rate, attainment, as_json(*run), run))
         # Figures hold every token of a run: drop those of attempts that are unlikely to be the knee.
         missed = min((one.rate for one in attempts if one.attainment < goal.attainment), default=math.inf)
         kept = sorted({one.rate for one in attempts if one.rate < missed})[-_KEPT_RATES:]
-        attempts[:] = [one if one.rate in kept else replace(one, figures=None) for one in attempts]
+        attempts[:] = [one if one.rate in kept else replace(one, run=None) for one in attempts]
         return attainment
 
     seen = [None if figures is None else as_json(experiment, figures) for figures in (idle, burst)]

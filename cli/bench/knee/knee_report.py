@@ -43,7 +43,8 @@ def knee_json(plan: RunPlan, found: Exploration) -> dict[str, Any]:
         "idle": None if found.idle is None else _main_figures(found.idle),
         "all_at_once": None if found.burst is None else _main_figures(found.burst),
         "at_knee": at_knee,
-        **{name: whole[name] for name in ("workload", "warmup", "engine", "definitions")},
+        "workload": plan.workload.parameters(),
+        **{name: whole[name] for name in ("warmup", "engine", "definitions")},
     }
     return {**document, "warnings": cautions(document)}
 
@@ -52,9 +53,10 @@ def knee_content(document: dict[str, Any], experiment: Experiment) -> ReportCont
     """Return the content of the report of a knee search. `document` is the JSON report (see `knee_json`)."""
     names = ("TTFT", "ITL", "TPOT", "E2E", "goodput")
     return ReportContent(
+        verdict=verdict(document),
+        summary=_summary(document),
         notes=_notes(document, experiment),
         tables=[_table(document)],
-        conclusions=[verdict(document)],
         charts=_charts(document),
         terminal_charts=1 if len(document["points"]) > 2 else 0,
         definitions={name: document["definitions"][name] for name in names},
@@ -98,6 +100,18 @@ def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
     slo = document["slo"]
     limits = [f"{name.removesuffix('_ms').upper()} {slo[name]:.4g} ms" for name in slo if name.endswith("_ms")]
     return [*found, f"SLO: {', '.join(limits)}, met by {document['attainment_goal']:.0%} of requests"]
+
+
+def _summary(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the knee and the main figures of the run at the knee, if there is one."""
+    if (found := document["at_knee"]) is None:
+        return []
+    return [
+        ("knee", f"{document['knee_rps']:.3g} requests/s"),
+        ("output tokens/s at the knee", _or_na(found["output_tokens_per_s"], ".0f")),
+        ("TTFT P99 at the knee", f"{_or_na(found['ttft_ms']['p99'], '.1f')} ms"),
+        ("ITL P99 at the knee", f"{_or_na(found['itl_ms']['p99'], '.1f')} ms"),
+    ]
 
 
 def _table(document: dict[str, Any]) -> Table:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from llmsched.cli import render
 from llmsched.cli.chart import Chart
 from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.html_page import Page
+from llmsched.engine.device import device_memory
 
 
 class Table(NamedTuple):
@@ -28,11 +34,15 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReportContent:
-    """Content of a report, from top to bottom. A terminal shows only the first `terminal_charts` charts.
+    """Content of a report. A page begins with the verdict, a sentence, and the `summary`, a few figures with names.
 
-    It shows `decisions`, which the command made for the user, on stderr.
+    A terminal ends with the verdict. It shows only the first `terminal_charts` charts, and no summary. It shows
+    `decisions`, which the command made for the user, on stderr.
     """
 
+    title: str = ""
+    verdict: str = ""
+    summary: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
     conclusions: Sequence[str] = ()
@@ -76,6 +86,8 @@ def show(content: ReportContent, *, definitions: bool = False) -> None:
         render.chart(chart)
     for sentence in content.closing:
         render.say(sentence)
+    if content.verdict:
+        render.say(content.verdict)
     for decision in content.decisions:
         render.note(decision)
     for error in content.errors:
@@ -89,33 +101,58 @@ def show(content: ReportContent, *, definitions: bool = False) -> None:
 
 def result_page(result: Result) -> str:
     """Return a result as an HTML page that opens offline."""
-    title = f"llmsched bench: {result.report['target']}" if "target" in result.report else "llmsched bench"
-    return report_page(title, [result.content, *([result.detail] if result.detail else [])], result.report)
+    run = result.report if "where" in result.report else result.report["runs"][0]  # the runs of --compare
+    where, device = run["where"], run["engine"].get("device", "auto")
+    if where == "in process":
+        where = device_memory(device).name
+    elif run["measured"]:
+        where = f"unknown (server {where}); the load came from a {device_memory('cpu').name}"
+    contents = [result.content, *([result.detail] if result.detail else [])]
+    return report_page(f"llmsched bench: {run['target']}", contents, result.report, where)
 
 
-def report_page(title: str, contents: Sequence[ReportContent], document: Mapping[str, Any]) -> str:
+def report_page(title: str, contents: Sequence[ReportContent], document: Mapping[str, Any], hardware: str) -> str:
     """Return an HTML page that opens offline, with all `contents` and, at the end, the JSON report `document`."""
     page = Page(title)
-    for content in contents:
+    for index, content in enumerate(contents):
+        if content.title:
+            page.heading(content.title)
+        if content.verdict:
+            page.say(content.verdict, "verdict")
+        page.figures(content.summary)
+        for kind, sentences in (("error", content.errors), ("warning", content.warnings)):
+            for sentence in sentences:
+                page.say(sentence, kind)
+        if index == 0:
+            page.terms(_provenance(document["measured"], hardware))
         for note in content.notes:
             page.say(note)
-        for sentence in (*content.decisions, *content.errors, *content.warnings):
-            page.warn(sentence)
+        for decision in content.decisions:
+            page.say(decision, "note")
         for table in content.tables:
             if table.title:
-                page.heading(table.title)
-            page.table(table.columns, table.rows)
+                page.heading(table.title, 3)
+            page.table(table.columns, table.rows, table.text_columns)
         for conclusion in content.conclusions:
             page.say(conclusion)
-        if content.charts:
-            page.heading("charts")
         for chart in content.charts:
             page.chart(chart)
         for sentence in content.closing:
             page.say(sentence)
-        if content.definitions:
-            page.heading("definitions")
-            page.terms(content.definitions)
+    page.heading("definitions")
+    page.terms({term: text for content in contents for term, text in content.definitions.items()})
     page.heading("report")
     page.code(json.dumps(document, indent=1, allow_nan=False))
     return page.html()
+
+
+def _provenance(measured: bool, hardware: str) -> dict[str, str]:
+    """Return where the figures of a page come from: hardware, date, version and command line, without API keys."""
+    command = shlex.join(["llmsched", *sys.argv[1:]])
+    return {
+        "figures": "measured" if measured else "simulated",
+        "hardware": hardware,
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "version": f"llmsched {version('llmsched')}",
+        "command": re.sub(r"(--api-key[ =])('[^']*'|\S+)", r"\1KEY", command),
+    }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from llmsched.cli.chart import Chart, Point, Series, distribution
+from llmsched.cli.chart import Chart, Point, Series, distribution, drawable
 from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.cli.figures.latency_distributions import latency_samples
 from llmsched.cli.figures.measure import Measurement
@@ -107,7 +107,10 @@ def queue_over_time(samples: Sequence[TargetState]) -> Chart:
 
 
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
-    """Return a chart of all memory in GiB or, if `memory` is unknown, of KV memory in percent."""
+    """Return a chart of the memory in use in GiB or, if `memory` is unknown, of KV memory in percent.
+
+    The whole memory is a limit of the chart once half of it is in use. Otherwise most of the chart would be empty.
+    """
     unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
     held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]
     parts = [Series("KV used or reserved", [(at, scale * used) for at, used, _, _ in held])]
@@ -116,15 +119,17 @@ def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None)
             Series("KV used", [(at, scale * max(0.0, used - empty)) for at, used, empty, _ in held]),
             Series("KV reserved, still empty", [(at, scale * empty) for at, _, empty, _ in held]),
         ]
-    cached_told = any(sample.kv_cached is not None for sample in samples)
-    if cached_told:
+    if any(sample.kv_cached is not None for sample in samples):
         parts.append(Series("KV cached", [(at, scale * cached) for at, _, _, cached in held]))
-    free = [(at, scale * max(0.0, 1 - used - cached)) for at, used, _, cached in held]
-    parts.append(Series("KV free" if cached_told else "KV free or cached", free))
+    whole, title = scale, "KV memory in use"
     if memory is not None:
         fixed = {"weights": memory.weights, "activations": memory.activations, "other": memory.other}
         parts = [Series(name, [(at, size / _GIB) for at, *_ in held]) for name, size in fixed.items() if size] + parts
-    return Chart("memory", _TIME, unit, tuple(parts), stacked=True)
+        whole += sum(fixed.values()) / _GIB
+        title = f"memory in use, of {whole:.1f} GiB"
+    chart = Chart(title, _TIME, unit, tuple(parts), stacked=True)
+    most = max((y for _, y in drawable(chart).series[-1].points), default=0.0)
+    return replace(chart, limits=(("all memory", whole),)) if most > whole / 2 else chart
 
 
 def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:

@@ -7,7 +7,7 @@ from llmsched.cli.bench.report.run_charts import run_charts
 from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.figures.latency_distributions import LatencySummary
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.figures.registry import Place, definitions_in, figures_in
+from llmsched.cli.figures.registry import Place, definitions_in, figures_in, format_value
 from llmsched.engine.goodput import Slo
 from llmsched.engine.percentiles import PERCENTILES
 from llmsched.engine.units import human_seconds
@@ -36,6 +36,8 @@ def run_content(run: MeasuredRun) -> ReportContent:
         )
     own_tables = (slo_table(experiment.slo, figures), stall_table(figures))
     return ReportContent(
+        verdict=verdict(run),
+        summary=_summary(run),
         notes=notes,
         tables=[latency_table(run), totals_table(run), *(table for table in own_tables if table is not None)],
         conclusions=conclusions,
@@ -45,6 +47,24 @@ def run_content(run: MeasuredRun) -> ReportContent:
         errors=errors,
         warnings=figures.warnings,
     )
+
+
+def verdict(run: MeasuredRun) -> str:
+    """Return the outcome of a run in one sentence."""
+    counts, rates, good = run.figures.requests, run.figures.rates, run.figures.goodput
+    total = counts.completed + counts.failed
+    served = f"all {total} requests were served" if not counts.failed else f"{counts.failed} of {total} requests failed"
+    met = "" if good is None else f"; {good.attainment['all']:.1%} met every SLO"
+    return f"{served}, {rates.requests or 0:.2f} requests/s and {rates.output_tokens or 0:.1f} output tokens/s{met}"
+
+
+def _summary(run: MeasuredRun) -> list[tuple[str, str]]:
+    latency, good = run.figures.latency, run.figures.goodput
+    p99s = {"TTFT": latency.ttft, "ITL": latency.itl, "E2E": latency.e2e}
+    shown = [(f"{name} P99", format_value(found.p99, "ms")) for name, found in p99s.items()]
+    totals = dict(totals_table(run).rows)
+    shown += [(name, totals[name]) for name in ("output tokens/s", "requests/s", "peak memory") if name in totals]
+    return shown if good is None else [*shown, ("goodput, requests/s", f"{good.requests_per_s:.2f}")]
 
 
 def latency_table(run: MeasuredRun) -> Table:

@@ -77,7 +77,7 @@ def test_the_knee_of_a_queue_that_serves_ten_a_second() -> None:
     assert found.burst is not None
     assert found.burst["requests_per_s"] == pytest.approx(10)
     assert found.goal.high == pytest.approx(40)
-    kept = [point for point in found.attempts if point.figures is not None]
+    kept = [point for point in found.attempts if point.run is not None]
     assert {point.rate for point in kept} == set(sorted({p.rate for p in found.attempts if p.attainment >= 0.9})[-2:])
     assert found.at_knee in kept
     seeds = [load.seed for load in queue.loads]
@@ -104,6 +104,11 @@ def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["knee_rps"] == found.knee.rate
     assert document["at_knee"]["attainment"]["all"] >= 0.9
     assert document["at_knee"]["completed"] == 400
+    assert document["at_knee"]["workload"]["request_rate"] == found.knee.rate
+    assert document["workload"]["request_rate"] == 1.0
+    assert found.at_knee
+    assert found.at_knee.run
+    assert f"arrivals at {found.knee.rate:.2f}"[:-1] in found.at_knee.run.experiment.headline()
     assert [point["rate"] for point in document["points"]] == [attempt.rate for attempt in found.knee.attempts]
     assert {point["met"] for point in document["points"]} == {True, False}
     assert document["slo"] == {"ttft_ms": 500.0}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from dataclasses import replace
+from importlib.metadata import version
 from itertools import pairwise
 
 import pytest
@@ -105,26 +109,34 @@ def test_throughput_intervals_are_longer_than_the_gaps_between_tokens() -> None:
     assert all(rate == pytest.approx(1.0, rel=0.26) for _, rate in points)
 
 
-def test_memory_is_split_and_adds_up_to_all_of_it() -> None:
+def test_memory_is_split_and_adds_up_to_what_is_in_use() -> None:
     figures = run()
     chart = memory_over_time(figures.samples, figures.run.memory)
     first = {series.name: series.points[0][1] for series in chart.series}
     assert first == pytest.approx(
         {
             **{"weights": 2, "activations": 1, "KV used": 3.2, "KV reserved, still empty": 0.8},
-            **{"KV cached": 2, "KV free": 2},
+            "KV cached": 2,
         }
     )
     assert [time for time, _ in chart.series[0].points] == pytest.approx([0.5, 1.0])
     shares = memory_over_time(figures.samples, None)
     assert shares.y == "% of KV memory"
-    assert sum(series.points[0][1] for series in shares.series) == pytest.approx(100.0)
+    assert sum(series.points[0][1] for series in shares.series) == pytest.approx(75.0)
+
+
+@pytest.mark.parametrize(("held", "limits"), [(0.1, ()), (0.9, (("all memory", 11.0),))])
+def test_little_memory_in_use_fills_the_chart(held: float, limits: tuple[object, ...]) -> None:
+    """All memory is a line in the chart once half of it is in use. An area of free memory would hide the rest."""
+    chart = memory_over_time([TargetState(0.5, 1, 0, held), TargetState(1.0, 1, 0, held)], MEMORY)
+    assert (chart.title, chart.limits) == ("memory in use, of 11.0 GiB", limits)
+    assert axes(chart)[1].high == pytest.approx(11.0 if limits else 3.8)
 
 
 def test_parts_reported_together_are_drawn_as_one() -> None:
     chart = memory_over_time([TargetState(0.5, 1, 2, kv_held=0.75)], None)
     first = {series.name: series.points[0][1] for series in chart.series}
-    assert first == {"KV used or reserved": 75.0, "KV free or cached": 25.0}
+    assert first == {"KV used or reserved": 75.0}
 
 
 def test_the_memory_of_a_run_is_in_the_report() -> None:
@@ -186,6 +198,30 @@ def test_a_page_is_complete_and_loads_nothing() -> None:
     assert "66.7%" in tags.text
     assert "from the moment a request should have been sent" in tags.text
     assert json.loads(tags.text[tags.text.index('{\n "measured"') :].strip())["completed"] == 2
+
+
+def test_a_page_begins_with_the_verdict_the_main_figures_and_their_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["llmsched", "bench", "http://h:1", "--api-key", "s3cret key", "--report", "run.html"]
+    monkeypatch.setattr(sys, "argv", command)
+    experiment = Experiment("m", Provenance("http://h:1"), SyntheticLoad(), Slo(ttft=2.0))
+    measured = MeasuredRun(experiment, run())
+    report = as_json(*measured)
+    content = replace(run_content(measured), decisions=["harmless"], warnings=["careful"])
+    html = result_page(Result(report, content, True, [report]))
+    text = parsed(html).text
+    places = [
+        text.index(part)
+        for part in (content.verdict, "TTFT P99", "measured", "unknown (server http://h:1)", "latency in")
+    ]
+    assert places == sorted(places)
+    assert content.verdict.startswith("1 of 3 requests failed, 0.50 requests/s")
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", text)
+    assert f"llmsched {version('llmsched')}" in text
+    assert "llmsched bench http://h:1 --api-key KEY --report run.html" in text
+    assert "s3cret" not in html
+    assert '<p class="note">harmless</p>' in html
+    assert '<p class="warning">careful</p>' in html
+    assert html.count("<table>") == html.count('<div class="scroll"><table>') == len(content.tables)
 
 
 def test_definitions_come_last_and_only_if_wanted(

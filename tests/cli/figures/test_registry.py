@@ -52,7 +52,7 @@ def test_a_new_figure_is_in_json_table_and_page() -> None:
     assert report["definitions"]["longest answer"] == "the most chunks of one answer"
     assert ["longest answer", "3"] in totals_table(run).rows
     page = result_page(Result(report, run_content(run), True, [report]))
-    assert "<td>longest answer</td><td>3</td>" in page
+    assert '<td class="text">longest answer</td><td>3</td>' in page
     assert "<dt>longest answer</dt><dd>the most chunks of one answer</dd>" in page
 
 

@@ -148,9 +148,14 @@ def test_the_same_search_gives_the_same(tune: Callable[..., Outcome]) -> None:
     assert without_clock(tune(*arguments).json) == without_clock(tune(*arguments).json)
 
 
-def test_the_table_says_that_it_is_simulated_and_draws_the_curve(tune: Callable[..., Outcome]) -> None:
-    outcome = tune()
+def test_the_table_says_that_it_is_simulated_and_draws_the_curve(tune: Callable[..., Outcome], tmp_path: Path) -> None:
+    outcome = tune("--report", str(tmp_path / "curve.html"))
     assert outcome.out.startswith("SIMULATED ")
+    assert "TTFT: from the moment" not in outcome.out
+    html = (tmp_path / "curve.html").read_text()
+    for part in ("<dd>simulated</dd>", "<dd>NVIDIA H100 SXM5 80GB</dd>", "gain over the default", 'class="points"'):
+        assert part in html
+    assert '<path class="line"' not in html, "a line would join settings over those that were not measured"
     assert list_profiles() == [f"{CONFIG.stem}-h100"]
     assert "step times: roofline model" in outcome.out
     for title in ("P99 ITL by token budget", "P99 TTFT by token budget", "goodput by token budget"):
