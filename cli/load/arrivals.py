@@ -32,11 +32,11 @@ _HALVINGS = 64
 class Arrivals:
     """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
 
-    The gaps have a gamma distribution with a coefficient of variation of 1 / sqrt(burstiness): 1 gives Poisson
-    arrivals, a smaller `burstiness` gives bursts, and a larger one steadier arrivals. `ramp_to` is the rate at the end
-    of a ramp. The rate of "daynight" follows a cosine with a period of `day_period` seconds: it rises from rate x (1 -
-    day_amplitude) to rate x (1 + day_amplitude) in half a period, and falls in the other half. Raises ConfigError if a
-    setting is out of range or has no effect.
+    All gaps of the `process` "constant" are equal. Otherwise they have a gamma distribution with a coefficient of
+    variation of 1 / sqrt(burstiness): 1 gives Poisson arrivals, a smaller `burstiness` gives bursts, and a larger one
+    steadier arrivals. `ramp_to` is the rate at the end of a ramp. The rate of "daynight" follows a cosine with a period
+    of `day_period` seconds: it rises from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) in half a period,
+    and falls in the other half. Raises ConfigError if a setting is out of range or has no effect.
     """
 
     rate: float

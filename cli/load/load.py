@@ -20,9 +20,10 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Request of a load, due `offset` seconds after the start (ignored in a closed loop), for `output_len` tokens.
+    """Request of a load for `output_len` tokens, due `offset` seconds after the start. A closed loop ignores `offset`.
 
-    `cache_salt` is for texts, which are the same in each run. Random prompts need none.
+    `cache_salt` keeps a server from finding a text in its prefix cache that an earlier run put there. Random prompts
+    need none, because their tokens depend on `prompt_seed`.
     """
 
     index: int
@@ -49,9 +50,9 @@ class Load(Schedule, ABC):
     def plan(self, ids: Sequence[int] | None, encode: TextEncoder | None = None) -> list[PlannedRequest]:
         """Return the requests in the order of their offsets.
 
-        Random prompts are drawn from the token ids `ids`, or from words if `ids` is None. `encode` turns the prompts of
-        a trace into token ids and counts the tokens of its answers. If `ids` or `encode` is None, prompts stay text.
-        Without `encode`, each word of an answer counts as one token.
+        Random prompts are drawn from the token ids `ids`, or from words if `ids` is None. `encode` turns the texts of a
+        trace into token ids; if `ids` or `encode` is None, they are sent as text. `encode` also counts the tokens of a
+        trace's answers; if it is None, each word of an answer counts as one token.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [
@@ -74,9 +75,9 @@ class Load(Schedule, ABC):
         """Return a description of the requests in words."""
 
     def parameters(self) -> dict[str, Any]:
-        """Return all settings as JSON values, with a `fingerprint` that only loads with equal requests and times share.
+        """Return all settings as JSON values, and a `fingerprint` of the load.
 
-        The tokens of random prompts may differ.
+        Loads with the same fingerprint have equal requests and times, but the tokens of random prompts may differ.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
         for name, value in values.items():
@@ -121,7 +122,7 @@ def plan_first(
 ) -> tuple[list[PlannedRequest], float | None]:
     """Return the first `count` requests of a load (None: all), and the load's `stop_after` in seconds.
 
-    `stop_after` is reduced in proportion to the number of requests. For `ids` and `encode`, see `Load.plan`.
+    If only some requests are returned, `stop_after` is reduced in proportion. For `ids` and `encode`, see `Load.plan`.
     """
     planned, stop_after = load.plan(ids, encode), load.stop_after
     if count is None:

@@ -1,7 +1,7 @@
 """Prompts: random tokens or words of an exact length, given texts, or given token ids.
 
-Random prompts depend only on the seed. A prompt is stored as positions in random sequences, and its tokens are drawn
-when it is sent. So loads of many millions of tokens need little memory.
+The content of random prompts depends only on the seed. They are stored as Parts, and their tokens are drawn when they
+are sent, so that loads of many millions of tokens need little memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """Prompt of token ids or of text; the other is None. Each access computes the value again."""
+    """Prompt of token ids or of text: either `token_ids` or `text` is None. Each access computes the value again."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ class Prompt:
 
     @property
     def content_key(self) -> tuple[Part, ...] | bytes:
-        """Content in a form in which two prompts begin alike exactly as far as their tokens or texts do."""
+        """Parts, or bytes of the text or token ids, in which `repeated_share` finds how far two prompts begin alike."""
         raise NotImplementedError
 
     @property
@@ -83,7 +83,10 @@ class TextEncoder(Protocol):
 
 
 class Part(NamedTuple):
-    """Part of a prompt: the first `length` symbols of the infinite random sequence `number` of a `family`."""
+    """Part of a prompt: the first `length` symbols (see Vocabulary) of an endless random sequence.
+
+    `family` (PREFIX, OWN or BLOCK) and `number` name the sequence.
+    """
 
     family: int
     number: int
@@ -182,10 +185,11 @@ class TextPrompt(Prompt):
 
 
 def repeated_share(prompts: Iterable[Prompt]) -> float:
-    """Return the share of their tokens that prompts have in common with an earlier prompt, from its first token on.
+    """Return the share of all prompt tokens that an unlimited prefix cache could serve if it was empty at first.
 
-    An unlimited prefix cache that was empty before cannot serve more. The share of texts is in bytes. It does not
-    depend on the order: in alphabetical order, each prompt shares the most with its neighbour.
+    These are the tokens at the start of a prompt that an earlier prompt starts with too. For given texts, they are
+    counted in bytes. Their number does not depend on the order of the prompts: in alphabetical order, each prompt
+    shares the most with its neighbour.
     """
     keys = sorted((prompt.content_key for prompt in prompts), key=lambda key: (isinstance(key, bytes), key))
     sizes = [len(key) if isinstance(key, bytes) else sum(part.length for part in key) for key in keys]

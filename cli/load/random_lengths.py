@@ -22,8 +22,8 @@ _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)(?:,(\d+))?")
 class RandomLengths:
     """Distribution of lengths in tokens from `low` to `high`. If `high` is None, the longest is MOST_TOKENS.
 
-    It is uniform or, with `mean`, log-normal: `mean` is in tokens, before lengths are rounded and clipped to low..high.
-    `sigma` is the standard deviation of their logarithm.
+    It is uniform if `mean` is None, else log-normal. `mean` is in tokens, before lengths are rounded and clipped to
+    low..high. `sigma` is the standard deviation of the logarithm of a length.
     """
 
     low: int
@@ -52,7 +52,7 @@ def draw_lengths(lengths: int | RandomLengths, generator: np.random.Generator, c
 
 
 def parse_lengths(text: str, name: str) -> int | RandomLengths:
-    """Return the lengths that `text` describes (see SYNTAX). Raises ConfigError, which names the setting `name`."""
+    """Return the lengths that `text` describes. Raises ConfigError for the setting `name` if `text` is not SYNTAX."""
     found: RandomLengths | None = None
     if text.isascii() and text.isdigit():
         found = RandomLengths(int(text), int(text))

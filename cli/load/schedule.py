@@ -27,11 +27,11 @@ class Schedule:
     """Settings for the times at which requests are sent.
 
     `request_rate` is in requests per second; inf sends all requests at once. With `max_concurrency` and no rate, the
-    loop is closed: each request is sent when an earlier one ends. With both, a request is due at a time of the
-    schedule; if it then has to wait for an earlier request to end, the wait counts as latency. With neither, all
-    requests are sent at once. No request is due later than `duration` seconds after the start. `seed` determines
-    lengths, times and, with `prompt_seed`, the tokens of random prompts. For the other settings, see `Arrivals`. Raises
-    ConfigError if a setting is out of range or has no effect.
+    loop is closed: each request is sent when an earlier one ends. With both, a request is due at a random time; if it
+    then has to wait for an earlier request to end, the wait counts as latency. With neither, all requests are sent at
+    once. No request is due later than `duration` seconds after the start. `seed` determines lengths, times and, with
+    `prompt_seed`, the tokens of random prompts. For the other settings, see `Arrivals`. Raises ConfigError if a setting
+    is out of range or has no effect.
     """
 
     seed: int = 0
@@ -116,12 +116,12 @@ class Schedule:
 
     @property
     def token_seed(self) -> int:
-        """Seed of the tokens of random prompts. With other seeds, no prefix cache holds the prompts."""
+        """Seed of the tokens of random prompts. Loads with different values have no random prompts in common."""
         return self.seed + (self.prompt_seed << 32)
 
     @property
     def cache_salt(self) -> str | None:
-        """Salt that keeps a server from serving the prompts from its cache of other runs; None for `prompt_seed` 0."""
+        """Salt that keeps a server from reusing cached prompts of other runs, or None if `prompt_seed` is 0."""
         return f"llmsched-{self.token_seed:x}" if self.prompt_seed else None
 
     def random(self, stream: int) -> np.random.Generator:
@@ -129,7 +129,7 @@ class Schedule:
         return np.random.default_rng([self.seed, stream])
 
     def due(self, count: int | None) -> Times:
-        """Return the times of at most `count` requests, in seconds after the start (None: limited by `duration`)."""
+        """Return when at most `count` requests are due, in seconds after the start (None: `duration` limits them)."""
         if self.process is not None:
             return self.process.offsets(self.random(ARRIVALS), count, self.duration)
         return np.zeros(_MOST_CLOSED if count is None else count)

@@ -39,12 +39,12 @@ class TraceLoad(Load):
     """Load of the requests of a trace.
 
     A trace with times is replayed at these times, `speedup` times as fast. A finite `request_rate` rescales the times
-    to this mean rate and keeps their pattern. With `ignore_timestamps`, or if the trace has no times, requests are sent
-    by the settings of `Schedule`, which must include a rate or `max_concurrency`.
+    to this mean rate and keeps their pattern. With `ignore_timestamps` or a `request_rate` of inf, or if the trace has
+    no times, requests are sent by the settings of `Schedule`, which must include a rate or `max_concurrency`.
 
     `max_input_len` and `max_output_len` (tokens) cut longer prompts and answers; by default nothing is cut.
-    `output_len` (tokens) is for requests whose answer length the trace does not state. A length of 0 becomes 1, because
-    a request needs a token.
+    `output_len` (tokens) is for requests whose answer and answer length are not in the trace. A length of 0 becomes 1,
+    because a request needs a token.
     """
 
     trace: Trace = field(repr=False)

@@ -70,7 +70,7 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
 
 
 def _refusal(response: httpx.Response) -> str:
-    """Return the server's message, its headers Location and Retry-After, and a bench flag that may help."""
+    """Return why a server refused a request: its message, headers Location and Retry-After, and a flag to try."""
     said, headers = shorten(response.text), response.headers
     more = [f"{name}: {shorten(headers[name])}" for name in ("Location", "Retry-After") if name in headers]
     if response.status_code in (400, 422):

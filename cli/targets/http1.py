@@ -1,7 +1,7 @@
 """HTTP/1.1 client for a load generator, with little work per chunk and the exact time of each socket read.
 
-httpx's own transport spends more time on a chunk than the parser of the chunk's JSON does. With a few hundred streams,
-the benchmark would measure the client instead of the server.
+httpx's own transport spends more time on a chunk than the parser of the chunk's JSON does. With that transport and a
+few hundred streams, the benchmark would measure the client instead of the server.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
     """Transport for one request at a time. It opens a connection for the first request and keeps it for the next ones.
 
     It calls the request's extension `trace` (see httpx). The response's extension `arrived` is a function that returns
-    when the content read last was received, in seconds of the event loop's clock.
+    the time at which the last piece of content was received, in seconds of the event loop's clock.
     """
 
     def __init__(self, verify: ssl.SSLContext) -> None:
@@ -216,7 +216,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
 class _Body(httpx.AsyncByteStream):
     """Body of an answer. `first` is the content that was received together with the head.
 
-    `arrived` is when the content yielded last was received, in seconds of the event loop's clock.
+    `arrived` is the time at which the last piece of content was received, in seconds of the event loop's clock.
     """
 
     transport: Http1Transport
@@ -269,7 +269,7 @@ class TransportPool:
     """Pool of transports to one server. It lends a request the transport that was returned last.
 
     If `transport` is given, all requests share it. If the environment names a proxy for `url`, the pool uses httpx's
-    own transports. `verify` has the certificates to trust. Raises LlmschedError for a malformed proxy.
+    own transports. `verify` has the certificates to trust. Raises LlmschedError if the proxy's URL is malformed.
     """
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:

@@ -26,7 +26,7 @@ class Target(Protocol):
 
     If `in_process`, the target shares the client's event loop. `encode` turns the texts of a trace into token ids; if
     it is None, texts are sent as text. `sample_interval` is in seconds; calls of `state` at this interval do not
-    disturb the target. `meter` observes each step of the engine, if possible.
+    disturb the target. `meter` observes each step of the engine; it is None if the target cannot report steps.
     """
 
     name: str
@@ -76,8 +76,8 @@ class RunPlan:
 class OpenTarget:
     """Target that is ready and has answered `warmup` warm-up requests.
 
-    `measure` sends a load to the target and returns its figures. A model in this process starts each load with an empty
-    prefix cache. `settings` are those of the engine, as far as they are known.
+    `measure` sends a load to the target and returns the Measurement of the run. A model in this process starts each
+    load with an empty prefix cache. `settings` are those of the engine, as far as they are known.
     """
 
     name: str

@@ -104,7 +104,7 @@ async def send_workload(
 async def _unless_interrupted(
     running: Awaitable[list[RequestRecord]], ended: Sequence[RequestRecord]
 ) -> tuple[list[RequestRecord], bool]:
-    """Return the records of a load and False. If Ctrl-C cancels it, return the records in `ended`, if any, and True."""
+    """Return the records of a load and False, or, if Ctrl-C cancels it when some have `ended`, these and True."""
     try:
         return await running, False
     except asyncio.CancelledError:
@@ -119,7 +119,10 @@ async def _unless_interrupted(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list to which the result of `state` is appended every `interval` seconds, until it is None."""
+    """Yield a list to which a result of `state` is appended every `interval` seconds, until the result is None.
+
+    When there are more than MOST_SAMPLES, every second one is dropped and the interval is doubled.
+    """
     samples: list[TargetState] = []
 
     async def sample() -> None:
@@ -143,7 +146,7 @@ async def _sampled(
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:
-    """Ask for the scheduler's decisions about the requests, store them in the records, and empty the list."""
+    """Ask for the scheduler's decisions about the requests in `ended`, store them in the records, and empty `ended`."""
     records = ended.copy()
     ended.clear()
     for record, timeline in zip(records, await target.timelines(records), strict=True):

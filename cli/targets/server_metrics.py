@@ -31,7 +31,7 @@ _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 
 
 class ServerMetrics:
-    """Metrics of a server. `values` has one number per set of labels, by name without a prefix such as `vllm:`."""
+    """Metrics of a server: `values` maps a name without a prefix such as `vllm:` to one number per set of labels."""
 
     def __init__(self, values: Mapping[str, Sequence[float]]) -> None:
         self._values = values

@@ -48,7 +48,7 @@ class SimulatedClients:
         self._records: list[RequestRecord] = []
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> list[RequestRecord]:
-        """Serve the load, and return the records of all requests that were sent, in the order of `planned`.
+        """Run the engine until the load ends, and return the records of all requests that were sent, in their order.
 
         Call `after_step` after each step. Raises CancelledError after a step if Ctrl-C has cancelled the current task.
         """

@@ -1,6 +1,6 @@
 """Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
 
-One blueprint is enough for any number of loads and settings that fit its memory reservation.
+The same Blueprint serves many loads, with other settings too if they fit the memory that it reserves.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def make_blueprint(
     """Return the blueprint of an engine on the GPU `device` (see `gpu_blueprint`) or, if "local", on this machine.
 
     `quantization`, one of QUANTIZATIONS, is the format of the weights; None stands for the model's own. Raises
-    ModelError if the model cannot be read, and ConfigError for a bad setting, or for "local" without a calibration.
+    ModelError if the model cannot be read, and ConfigError for a bad setting, or if `device` is "local" and `llmsched
+    calibrate` has not measured this model on this machine.
     """
     if quantization is not None and device == LOCAL:
         raise ConfigError("quantization", "applies to a simulated GPU; local serves the model as it is")

@@ -71,10 +71,11 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(slots=True)
 class FormatOptions:
-    """Options: most requests (`turns`) from a ShareGPT conversation, and tokens per block of a Mooncake trace.
+    """Options of the reader of a trace, and what it noted about the file.
 
-    The reader counts the turns that it leaves out in `skipped`, by speaker. It sets `sessions` if turns wait for
-    answers.
+    `turns` is the largest number of requests from one ShareGPT conversation. `block_tokens` is the number of tokens per
+    block of a Mooncake or Bailian trace. `skipped` counts the turns that were left out, by speaker. `sessions` is set
+    if the file has sessions, in which a turn waits for the answer to the turn before.
     """
 
     turns: int
@@ -85,11 +86,12 @@ class FormatOptions:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """File format of traces: functions that read the records and return the requests of a record, with an offset of 0.
+    """File format of traces. `rows` yields the records of a file, `requests` returns the requests of a record.
 
-    `time` returns the name of the field with the record's timestamp. `unit` is the unit of timestamps that are numbers:
-    of all files if `fixed_unit` is True, else of most. `block_tokens` is the usual number of tokens per block, None
-    without blocks. The functions raise TraceError for a bad record.
+    The requests of a record have an offset of 0. `time` returns the name of the field with the record's timestamp, or
+    None. `unit` is the unit of timestamps that are numbers: in all files if `fixed_unit` is True, else in most files.
+    `block_tokens` is the usual number of tokens per block, None without blocks. The functions raise TraceError for a
+    bad record.
     """
 
     rows: Callable[[Path], Iterator[Row]]
@@ -106,7 +108,10 @@ def has_lengths(line: str, names: Collection[str]) -> bool:
 
 
 def length_rows(path: Path) -> Iterator[Row]:
-    """Yield a row per request, with INPUT and, if stated, OUTPUT and a time. Raises TraceError without lengths."""
+    """Yield a row per request with the field INPUT and, if the file has them, OUTPUT and a time.
+
+    Raises TraceError if a record has no length.
+    """
     line = first_line(path)
     if _NUMBERS.fullmatch(line):
         # Each line has one length, or those of a prompt and its answer. Commas and brackets are ignored.
@@ -164,7 +169,10 @@ def _lengths(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request of a record, in a list. `hash_ids` name the blocks of the prompt; the last may be shorter."""
+    """Return the request of a record, in a list. `hash_ids` name the blocks of the prompt; the last may be shorter.
+
+    A record without input_length is read as a record of a request log (see `_log`).
+    """
     if "input_length" not in row.values:
         return _log(row, options)
     length, answer = row.length("input_length"), row.length("output_length")
@@ -215,7 +223,8 @@ def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """Return the request of a record, in a list.
 
     The record is the body of an OpenAI API request, an object that contains one, or a prompt with its answer or the
-    length of its answer. A last message of the assistant is the answer, unless max_tokens shows that one was requested.
+    length of its answer. A last message of the assistant is the answer, unless max_tokens shows that the record is a
+    request for another message.
     """
     inner = next((row.values[name] for name in _BODIES if isinstance(row.values.get(name), dict)), None)
     body = row if inner is None else row.inside(inner)

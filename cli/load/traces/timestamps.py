@@ -1,8 +1,9 @@
 """Timestamps of traces: their unit, and their conversion to seconds after the first request.
 
-If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise they are in the unit that the
-field's name ends in, or in the unit in which they look like Unix timestamps (2001 to 2099), or in the format's unit. If
-the format's unit would make the mean gap between requests implausible, they are in the unit with the most usual gap.
+If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise the first of these units is
+taken: the unit that the field's name ends in; the unit in which all numbers are Unix timestamps (2001 to 2099); the
+format's unit. If some files of the format have another unit, and its unit makes the mean gap between requests
+implausible, the unit is taken that makes this gap plausible and closest to 1 s.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def read_timestamp(row: Row, name: str) -> Timestamp:
 def offsets(
     stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, fixed: bool, where: str
 ) -> tuple[list[float], str | None]:
-    """Return the seconds from the earliest timestamp to each, and a note on the unit that numbers were taken to be in.
+    """Return the seconds from the earliest timestamp to each, and a note that names the unit if it was inferred.
 
     `unit` is the user's choice, `stated` the format's unit, and `fixed` is True if all files of the format have that
     unit. `where` names the file in errors. Raises TraceError if dates and numbers are mixed, or if a unit is given for
@@ -83,7 +84,7 @@ def offsets(
 
 
 def _likely_unit(values: Sequence[float], stated: TimestampUnit, fixed: bool) -> TimestampUnit:
-    """Return the unit in which the values are Unix timestamps, else `stated` or, if implausible, a likelier one."""
+    """Return the unit of numbers that have no stated unit in their file (see the top of this file)."""
     low, high = min(values), max(values)
     for unit, per_second in UNITS.items():
         if _EPOCH[0] <= low / per_second and high / per_second <= _EPOCH[1]:
