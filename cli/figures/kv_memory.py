@@ -45,9 +45,9 @@ def target_state(time: float, running: int, waiting: int, use: KVUsage) -> Targe
 class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
-    `peak` is the largest number of tokens that requests held, `total` the capacity in tokens. `held_steps` counts the
-    steps in which requests held KV memory. `shares` is the sum, over these steps, of the share of the held memory that
-    was empty.
+    `total` is the capacity of KV memory in tokens, and `peak` the most of it that requests held in a step. `held_steps`
+    counts the steps in which requests held KV memory. `shares` is the sum, over these steps, of the share of the held
+    memory that was empty.
     """
 
     steps: int = 0
@@ -120,7 +120,7 @@ class MemoryUsage:
 def memory_usage(
     samples: Sequence[TargetState], parts: MemoryParts | None, meter: KVMeter | None
 ) -> MemoryUsage | None:
-    """Return the memory usage from the meter if it observed steps, else from the samples, if these report it."""
+    """Return the memory usage from the meter if it observed steps, else from the samples; None if both lack it."""
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:

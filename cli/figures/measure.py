@@ -143,7 +143,8 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
 def _cache_warnings(run: RunRecord) -> Iterator[str]:
     """Yield a warning if the target served more from its cache than the prompts of the load have in common.
 
-    What a chat template adds to all prompts is also common; it is at most what it adds to any prompt.
+    Text that a chat template adds to all prompts is common too. It has at most as many tokens as the template adds to
+    the prompt to which it adds the fewest.
     """
     records = [record for record in run.records if record.usage.prompt_tokens]
     hit_rate = _hit_rate(records) if records and run.repeated_share is not None else None
@@ -161,7 +162,7 @@ def _cache_warnings(run: RunRecord) -> Iterator[str]:
 
 
 def _warnings(done: Sequence[ServedRequest], source: str | None, gaps: int) -> Iterator[str]:
-    """Yield warnings about estimated token counts, short answers, and a P99 that rests on too few ITL samples."""
+    """Yield warnings about estimated token counts, short answers, and a P99 of too few samples (of ITL: `gaps`)."""
     if source in (RETOKENISED, CHUNKS):
         yield f"the target reported no token usage; output tokens are estimated ({source})"
     asked = [(one.record.asked_tokens, sum(arrival.tokens for arrival in one.arrivals)) for one in done]

@@ -44,12 +44,12 @@ class ReportedUsage:
 class RequestRecord:
     """Record of one request. Times are seconds on the event loop's clock, None for events that did not happen.
 
-    `scheduled` is when the request should have been sent. `ready` is when --max-concurrency allowed that, never before
-    `scheduled`. `connecting` is when the client began to open a connection, `connected` when it was open; both are None
-    if the client reused a connection. `sent` is when the first byte was written. `end` is when the response ended or
-    failed. `asked_tokens` is the exact output length requested, None if the answer may be shorter. `prompt_len` is the
-    length of the prompt in tokens; each word of a text counts as one. `timeline` has the decisions of the target's
-    scheduler.
+    `scheduled` is when the request should have been sent. `ready` is when --max-concurrency allowed the client to send
+    it, never before `scheduled`. `connecting` is when the client began to open a connection, `connected` when it was
+    open; both are None if the client reused a connection. `sent` is when the first byte was written. `end` is when the
+    response ended or failed. `asked_tokens` is the exact output length requested, None if the answer may be shorter.
+    `prompt_len` is the length of the prompt in tokens; each word of a text counts as one. `timeline` has the decisions
+    of the target's scheduler.
     """
 
     index: int
@@ -75,7 +75,7 @@ class RequestRecord:
 
     @property
     def client_lag(self) -> float | None:
-        """Seconds from when the client could send the request until it sent it, without the time to connect."""
+        """Seconds by which the client sent the request later than it could have, without the time to connect."""
         return None if self.sent is None or self.ready is None else self.sent - self.ready - (self.connect_time or 0.0)
 
     @property
@@ -113,8 +113,8 @@ class RunRecord:
 
     `own_process` is False if the client ran in the target's process, where loop lag is part of the target's latency.
     `interrupted` means that the user ended the run. Requests in flight at that moment have no record. `repeated_share`
-    is the share of prompt tokens that an empty prefix cache could have served from earlier requests of the load; it is
-    None if the cache was empty.
+    is the share of prompt tokens that repeat the start of an earlier prompt of the load: the most that a prefix cache
+    can serve if it held nothing before the run. It is None for a target in this process.
     """
 
     records: Sequence[RequestRecord]

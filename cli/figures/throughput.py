@@ -21,10 +21,10 @@ Window = tuple[float, float]
 class Rates:
     """Rates per second. A rate is None if unknown.
 
-    Steady-state rates are taken within `steady_window`, in seconds after the start of the run, or else from the first
-    token or completed request to the end of the run. `asked` is the mean rate of the arrival process. `scheduled` is
-    the rate of the schedule drawn from it (None for a closed loop). `achieved` is the rate at which requests were sent
-    (None if all were sent at once).
+    Steady-state rates are measured within `steady_window`, in seconds after the start of the run. If it is None or has
+    too few arrivals, they are measured from the first token or completed request to the end of the run. `asked` is the
+    mean rate of the arrival process. `scheduled` is the rate of the schedule drawn from it (None for a closed loop).
+    `achieved` is the rate at which requests were sent (None if all were sent at once).
     """
 
     output_tokens: float | None
@@ -76,9 +76,10 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
 
 
 def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
-    """Return the rate from the first arrival in the window to the end of the window.
+    """Return the rate from the first arrival in `window` to the end of `window`.
 
-    Without a window, or if that time is too short to represent the run, use `whole`; return None if it is too short.
+    This time must be at least STEADY_SHARE of the run. If it is shorter, or if `window` is None, use `whole` in place
+    of `window`. Return None if the time in `whole` is too short as well.
     """
     for low, high in (whole,) if window is None else (window, whole):
         # 1e-9 allows for rounding of times that were summed in another order.

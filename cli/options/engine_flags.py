@@ -37,7 +37,7 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Engine flags given on the command line. A knob in `automatic` has the flag "auto" and ignores the profile."""
+    """Engine flags given on the command line. A knob in `automatic` was given as "auto", which overrides a profile."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
     automatic: frozenset[str] = frozenset()
@@ -107,7 +107,7 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
 
 
 def knob_value(name: str, text: str) -> Any:
-    """Parse `text` as the flag of the knob does; "auto" gives None. Raises ConfigError for an unknown knob or text."""
+    """Parse `text` as the knob's flag does; "auto" gives None. Raises ConfigError for an unknown knob or bad text."""
     known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)

@@ -35,7 +35,7 @@ ModelArgument = Annotated[
 
 
 def resolve_model(argument: str | None) -> str:
-    """Return the model: the argument, else $LLMSCHED_MODEL, else "demo". Without an argument, say on stderr which."""
+    """Return `argument`, else $LLMSCHED_MODEL, else "demo". Without an argument, print the model on stderr."""
     if argument:
         return argument
     if model := os.environ.get("LLMSCHED_MODEL"):

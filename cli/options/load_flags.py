@@ -104,7 +104,7 @@ class TraceFlags:
 
 @dataclass(frozen=True)
 class LoadFlags(TraceFlags, SourceFlags):
-    """Flags of a load. A flag that was not given is None or False."""
+    """Flags of a load. A flag that was not given is None or False, except `seed` and `timeout`, which have defaults."""
 
     ignore_timestamps: Annotated[
         bool,
@@ -257,7 +257,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
 
 
 def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
-    """Return the load that the flags describe. `defaults` has the values of flags that were not given.
+    """Return the load that the flags describe. A synthetic load takes the values of missing flags from `defaults`.
 
     Raises LlmschedError if the flags do not fit together or if the trace cannot be read.
     """
@@ -311,6 +311,6 @@ def _trace_load(
 
 
 def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
-    """Set max_concurrency in `given` to a default, unless --request-rate or --max-concurrency is given."""
+    """Set max_concurrency in `given` to `concurrency`, unless `given` has a request rate or max_concurrency."""
     if concurrency is not None and "request_rate" not in given:
         given.setdefault("max_concurrency", concurrency)

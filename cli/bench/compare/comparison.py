@@ -62,7 +62,7 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return `whole`, measured over all rounds, with steady-state and send rates replaced by their means."""
+    """Return `whole`, the figures of all rounds, but with the means of the rounds' steady-state and send rates."""
     if len(rounds) == 1:
         return whole
     means: dict[str, float | None] = {}

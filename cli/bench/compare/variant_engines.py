@@ -30,7 +30,7 @@ class VariantEngines:
     """Engines in this process, one per variant. Variants that need the same memory share weights and KV memory."""
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Set missing token budgets to the device's default. Raises ConfigError if the device does not exist."""
+        """Set a missing `max_num_batched_tokens` to the device's default. Raises ConfigError for a missing device."""
         from llmsched.engine.device import device_memory
         from llmsched.engine.memory.planner import token_budget
 
@@ -88,7 +88,7 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return `config` with the largest limits of the variants that need the same memory and share the engine."""
+        """Return `config` with, for each of LIMITS, the largest value of the variants that share its memory."""
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:
@@ -102,7 +102,7 @@ class VariantEngines:
 def simulated_variants(
     configs: Mapping[str, EngineConfig], device: str, plan: RunPlan, progress: Progress, quantization: str | None
 ) -> RunVariant:
-    """Return a function that simulates a run of a variant on `device` (see `make_blueprint` for the names).
+    """Return a function that simulates a run of a variant on `device`, a name that `make_blueprint` accepts.
 
     Raises ModelError, and ConfigError if a variant does not fit the device.
     """

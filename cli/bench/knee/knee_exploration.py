@@ -47,7 +47,10 @@ class KneeLimits:
 
 @dataclass(frozen=True, slots=True)
 class RateAttempt:
-    """Attempt at a rate in requests per second, with the share of requests that met every SLO, and the JSON report."""
+    """Attempt at a rate in requests per second: the share of requests that met every SLO, and the JSON report.
+
+    `run` is None if its figures were dropped to save memory.
+    """
 
     rate: float
     attainment: float
@@ -68,7 +71,7 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """The first attempt at the knee's rate, preferably one whose run is kept."""
+        """First attempt at the knee's rate that still has its `run`, else the first at this rate. None if untried."""
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
         return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 

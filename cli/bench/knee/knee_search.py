@@ -23,10 +23,10 @@ class KneeGoal:
     """Goal and range of a knee search. Rates are in requests per second.
 
     A rate counts as met if at least the share `attainment` of its requests meets every SLO. The search starts at
-    `start` (default: `low`). It ends when the lowest missed rate is at most `tolerance` (a share) above the highest met
-    rate. Until one rate is met and another is missed, the next rate is the last one times, or divided by, `factor`.
-    With `repeat`, both ends of the last interval are tried once more. Raises LlmschedError, which names the flag and
-    its range, for a value out of range.
+    `start` (default: `low`). Until one rate is met and another is missed, each met rate is multiplied by `factor` to
+    get the next one, and each missed rate is divided by it. The search ends when the lowest missed rate is at most
+    `tolerance` (a share) above the highest met rate. With `repeat`, these two rates are then tried once more. Raises
+    LlmschedError, which names the flag and its range, for a value out of range.
     """
 
     low: float
@@ -87,11 +87,11 @@ async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal
 
 
 def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
-    """Return the next rate to try in requests per second; None when the knee is known.
+    """Return the next rate to try in requests per second; None when the search is over.
 
-    The search doubles or halves the rate until it has a met and a missed rate. Then it bisects the interval on a
-    logarithmic scale. Finally, it tries both ends of the last interval once more. If noise changes a result, the search
-    continues from there.
+    The search multiplies or divides the rate by `goal.factor` until it has a met and a missed rate. Then it bisects the
+    interval on a logarithmic scale. Finally, if `goal.repeat` is set, it tries both ends of the last interval once
+    more. If noise changes a result, the search continues from there.
     """
     if not attempts:
         return goal.low if goal.start is None else goal.start

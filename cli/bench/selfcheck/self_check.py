@@ -129,7 +129,7 @@ _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_le
 
 
 async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[FigureCheck], float]]]) -> ProbeOutcome:
-    """Run a probe. Repeat it while a figure is not right and a delay above the allowed error may be the cause.
+    """Run a probe. Try again, at most twice, if a figure is not right and a delay above the allowed error may be why.
 
     `attempt` runs the probe once and returns the checks and the longest delay in seconds.
     """
@@ -202,7 +202,8 @@ async def bench_self(progress: Progress) -> Result:
 def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
     """Return the checks as a JSON object. Times are in ms, rates per second; `error` is measured - server.
 
-    `right` is True if all figures are right, `wrong` if any figure is wrong. Neither is True if a probe was disturbed.
+    `right` is True if all figures are right, `wrong` if any figure is wrong. Both are False if figures are disturbed
+    and none is wrong.
     """
     return {
         "measured": True,
@@ -266,7 +267,7 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
     """Return the checks of a probe, which compare measured figures with those from the server's log.
 
-    If the longest delay `held_up` (seconds) exceeds the allowed error, errors of up to twice its length are excused.
+    If the longest delay, `held_up` seconds, is above TYPICAL_S, the `excuse` of a time is twice this delay.
     """
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
