@@ -114,7 +114,10 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` points, in order: the lowest and the highest point of each of `most` // 2 parts."""
+    """Return at most `most` points, in order.
+
+    More points are cut into `most` // 2 parts, and two points of each part are kept: the lowest and the highest.
+    """
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)

@@ -82,7 +82,7 @@ def _converse(client: httpx.Client, start: list[dict[str, str]], fields: dict[st
 
 
 def _answer(client: httpx.Client, messages: list[dict[str, str]], fields: dict[str, Any]) -> str:
-    """Print the answer while it is generated, then its timing on a terminal. Return the answer."""
+    """Print the answer while it is generated and then, on a terminal, its timing. Return the answer."""
     started, first = time.perf_counter(), 0.0
     parts: list[str] = []
     usage: dict[str, int] = {}

@@ -165,7 +165,7 @@ def _admitted(details: dict[str, Any]) -> str:
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """Return how many blocks are missing now, or at the predicted peak of the running requests."""
+    """Return how many blocks a request lacks: now, or at the predicted peak of the running requests."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
         "predicted peak": "at the running requests' predicted peak",

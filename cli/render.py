@@ -59,7 +59,7 @@ def say(text: str = "", *, wrap: bool = True) -> None:
 
 
 def write(text: str) -> None:
-    """Print a part of a line of the result at once."""
+    """Print a part of a line of the result, without a line break."""
     stdout().print(_literal(text), markup=False, soft_wrap=True, end="")
 
 
@@ -79,7 +79,7 @@ def error(text: str) -> None:
 
 
 def _tell(text: str, style: str) -> None:
-    """Print a line on stderr. Drop it if stderr cannot be written: what is told there must not end a command."""
+    """Print a line on stderr. If stderr cannot be written, drop the line, so that a failed message ends no command."""
     console = stderr()
     try:
         console.print(_wrapped(text, console), markup=False, style=style, soft_wrap=True)
@@ -98,7 +98,7 @@ def _literal(text: str) -> str:
 
 
 def _wrapped(text: str, console: Console) -> str:
-    """Return the text without control characters and, for a terminal, with line breaks between words."""
+    """Return the text with control characters escaped and, for a terminal, with line breaks between words."""
     lines = _literal(text).split("\n")
     if not console.is_terminal:
         return "\n".join(lines)
@@ -129,8 +129,9 @@ def table(
 ) -> None:
     """Print a table. The first `text_columns` columns are aligned left, the others right.
 
-    In a narrow terminal, texts and column names break between words. Then empty columns are left out, and those named
-    in `spare`, the last one first. If that is not enough, each row becomes a list with a line for each column.
+    In a narrow terminal, texts and column names break between words. If the table is still too wide, columns are left
+    out: first the empty ones, then those in `spare`, the last one first. If that is not enough, each row becomes a list
+    with a line for each column.
     """
     console = stdout()
     # Rich would wrap the table's own title at the table's width.
@@ -197,7 +198,7 @@ def _draw_table(
 
 
 def _list_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
-    """Print a list for each row, below the text of the row's first column if that is not a figure."""
+    """Print each row as a list with a line per column. If the first column has text, it is the heading of the list."""
     label = max(map(len, columns))
     for row in rows:
         cells = list(zip(columns, row, strict=True))
@@ -222,7 +223,7 @@ def chart(drawn: Chart) -> None:
 def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
     """Draw labelled byte counts as shares of `total` bytes in one bar of letters, with a legend.
 
-    The rest of the bar is dots. In the bar and the legend, the first letter of a label stands for it.
+    The rest of the bar is dots. In the bar and the legend, a label is represented by its first letter.
     """
     from rich.text import Text
 

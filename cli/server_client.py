@@ -25,7 +25,7 @@ KeyOption = Annotated[
 
 @contextmanager
 def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
-    """Yield a client of the server at `url`. Raises LlmschedError, naming the URL, if the connection fails."""
+    """Yield a client of the server at `url`. Raises LlmschedError if a request in the block gets no valid answer."""
     import httpx
 
     from llmsched.engine.proxies import proxy_for

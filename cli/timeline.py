@@ -40,7 +40,7 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
 
 
 def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the client's events and the scheduler's decisions of a request saved by --save-detailed, by time.
+    """Return the client's events and the scheduler's decisions of a request in the file of --save-detailed, by time.
 
     Times are in milliseconds after the request should have been sent.
     """

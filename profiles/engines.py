@@ -31,7 +31,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Kind of engines, such as vLLM, with the fixed seconds of a step: per step, per layer and per sampled row.
+    """Kind of engines, such as vLLM, with the fixed seconds of a step: per step, per layer and per sampled sequence.
 
     `shares` maps the key of a GPU, a GPU architecture or "default" to the shares that apply there.
     """

@@ -23,7 +23,7 @@ from llmsched.profiles.tuned import TunedProfile, load_profile, same_model, stor
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """Return the options, completed by the profile's settings for flags that were not given. Raises ConfigError."""
+    """Return the options, with settings from the profile for missing flags. Raises ConfigError for a bad profile."""
     if name_or_path is None:
         return options
     settings = profile_settings(name_or_path)
@@ -53,8 +53,8 @@ def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | No
     """Return warnings if the profile was tuned for another model or device, or in a simulation.
 
     `config` has the model and device to be used. `simulate` is the value of `--simulate`; None means that the engine
-    runs on this machine. A property that the profile lacks counts as equal. Raises ConfigError or ModelError if the
-    profile or the model cannot be read.
+    runs on this machine, and only then is there a warning about a simulation. A property that the profile lacks counts
+    as equal. Raises ConfigError or ModelError if the profile or the model cannot be read.
     """
     profile = _load(name_or_path)
     found = [
@@ -94,7 +94,10 @@ def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> l
 
 
 def device_table(device: str) -> dict[str, Scalar]:
-    """Return the profile's table [device] for "cpu", "cuda" or "auto" on this machine. Raises ConfigError."""
+    """Return a profile's table [device] for "cpu", "cuda" or "auto" on this machine.
+
+    Raises ConfigError for "cuda" if there is no such GPU.
+    """
     memory = device_memory(device)
     return {"kind": memory.kind, "name": memory.name, "cores": os.cpu_count() or 0}
 

@@ -84,7 +84,7 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Return a profile or, without one of this name, a calibration as JSON. Raises ProfileError if unreadable."""
+    """Return the profile `name` as JSON or, if there is none, the calibration. Raises ProfileError for a bad file."""
     if not profile_path(name).exists() and name in list_calibrations():
         calibration = load_calibration(name)
         assert calibration is not None
