@@ -1,4 +1,4 @@
-"""Files of --save-detailed: JSON lines of the run, its requests and the target's states, in seconds after the start."""
+"""Files of --save-detailed: JSON lines of the run, its requests and the target's states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVENTS = ("scheduled", "ready", "connecting", "connected", "sent", "end")
 
 
 def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]:
-    """Yield the lines of the file. `report` is the JSON report of the run."""
+    """Yield the lines of the file. `report` is the JSON report of the run. Times are in seconds after its start."""
     experiment, figures = run
     yield _line({"kind": "run", "format": FORMAT, "report": report})
     served = {one.record.index: one for one in figures.served}
@@ -36,7 +36,7 @@ def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """Return the saved request with the id or, failing that, the index `name`. Raises LlmschedError without one."""
+    """Return the saved request whose id or, failing that, whose index is `name`. Raises LlmschedError without one."""
     found: dict[str, Any] | None = None
     try:
         if path.is_char_device():

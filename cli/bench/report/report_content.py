@@ -36,8 +36,8 @@ class Table(NamedTuple):
 class ReportContent:
     """Content of a report. A page begins with the verdict, a sentence, and the `summary`, a few figures with names.
 
-    A terminal ends with the verdict. It shows only the first `terminal_charts` charts, and no summary. It shows
-    `decisions`, which the command made for the user, on stderr.
+    On a terminal, the verdict comes last, the summary is left out, and only the first `terminal_charts` charts are
+    drawn. `decisions` are choices that the command made for the user; a terminal shows them on stderr.
     """
 
     title: str = ""
@@ -59,8 +59,8 @@ class ReportContent:
 class Result:
     """Result of a mode of `bench`: the JSON report and its content. If `well` is False, the exit code is 1.
 
-    `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. Only the
-    end of the HTML page shows `detail`.
+    `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. `detail`
+    is shown only at the end of the HTML page.
     """
 
     report: Mapping[str, Any]
