@@ -30,6 +30,8 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 #: Width in a file or pipe, where no line is broken.
 _PLAIN_WIDTH = 10_000
+#: A text with at most this many characters is not wrapped in a table.
+_SHORT_LABEL = 16
 #: Bars shown at a time, the latest stages.
 _MOST_BARS = 3
 _PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -164,7 +166,7 @@ def _widths(
     if sum(whole) <= room:
         return whole
     least = [
-        longest([*columns[index].split(), *(" ".join(column).split() if index < text_columns else column)])
+        longest([*columns[index].split(), *(part for cell in column for part in _parts(cell, index < text_columns))])
         for index, column in zip(shown, cells, strict=True)
     ]
     room -= sum(least)
@@ -176,6 +178,11 @@ def _widths(
             least[place] += more
             room -= more
     return least
+
+
+def _parts(cell: str, is_text: bool) -> list[str]:
+    """Return the parts of a cell that stay whole: the words of a long text, but all of a figure or a short label."""
+    return cell.split() if is_text and len(cell) > _SHORT_LABEL else [cell]
 
 
 def _draw_table(

@@ -71,7 +71,7 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
                 extra |= {"simulated": None if simulated is None else simulated[0]}
             render.emit_json(document(analysis) | {"serve": serve_line(analysis)} | extra)
         elif line is not None:
-            render.say(line)
+            render.say(line, wrap=False)
         else:
             text_report.show(analysis, document(analysis))
             if simulated is not None:
@@ -86,7 +86,7 @@ def _show_serve_line(analysis: BudgetAnalysis) -> None:
     if (line := serve_line(analysis)) is not None:
         if not analysis.fits:
             render.say("with the cheapest change that works on this device:")
-        render.say(line)
+        render.say(line, wrap=False)
 
 
 def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) -> list[BudgetAnalysis]:

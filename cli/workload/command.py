@@ -60,7 +60,7 @@ def workload(
         render.emit_json(_as_json(found) | {"serve": line})
     else:
         _show(found)
-        render.say(line)
+        render.say(line, wrap=False)
 
 
 def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSample:
@@ -114,7 +114,12 @@ def _show(found: LoadAnalysis) -> None:
         if each is not None:
             values = (each.mean, each.p50, each.p75, each.p90, each.p95, each.p99, each.max)
             rows.append([name, *(f"{value:,.0f}" for value in values), f"{each.tail:.2f}"])
-    render.table("tokens", ["", "mean", "P50", "P75", "P90", "P95", "P99", "max", "P99/mean"], rows)
+    render.table(
+        "tokens",
+        ["", "mean", "P50", "P75", "P90", "P95", "P99", "max", "P99/mean"],
+        rows,
+        spare=("mean", "P75", "P90", "P95"),
+    )
     if found.arrivals is not None:
         arrivals = found.arrivals
         rows = [["all at the same time", ""]]
