@@ -187,7 +187,8 @@ class LayerReader:
         irrelevant |= {"num_key_value_heads"} if self.fields.get("multi_query") else set()
         irrelevant |= _LISTED if self.fields.get("layer_types", "hybrid_override_pattern") else set()
         self.assumed += self.fields.unread(_CACHES, irrelevant)
-        self.assumed += form.kv_doubts if form is not None else ()
+        if form is not None and form.kv_doubt is not None:
+            self.assumed.append(form.kv_doubt)
         groups = tuple(replace(group, layers=count) for group, count in counted.items())
         notes = tuple(dict.fromkeys(self.assumed + self.facts))
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)

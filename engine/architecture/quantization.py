@@ -49,8 +49,8 @@ class Quantization:
     `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, both including
     scales and zero points; None means not quantised. `overrides` are patterns of module names and the bits of these
     modules; the first match counts. `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has
-    scales for an fp8 KV cache; fp8 weights alone do not imply such scales. `kv_doubts` has a note if the type of
-    KV is unclear.
+    scales for an fp8 KV cache; fp8 weights alone do not imply such scales. `kv_doubt` says why the type of KV is
+    unclear; None if it is clear.
     """
 
     method: str
@@ -60,7 +60,7 @@ class Quantization:
     fp8_kv: bool = False
     overrides: tuple[tuple[re.Pattern[str], Bits], ...] = ()
     known: bool = False
-    kv_doubts: tuple[str, ...] = ()
+    kv_doubt: str | None = None
 
     def bits(self, module: str, *, expert: bool = False) -> Bits:
         """Return the bits per weight in the matrix of this module, such as "model.layers.0.mlp.up_proj"."""
@@ -107,29 +107,32 @@ def quantization_of(fields: Fields) -> Quantization | None:
     schemes = [*_FORMATS[method](settings)] if method in _FORMATS else []
     first = next((scheme for scheme in schemes if scheme.pattern is None), None)
     linear = expert = None if first is None else first.bits
-    if method == "mxfp4":
+    if method == "mxfp4":  # only experts are quantised
         linear = None
     if (dtype := fields.get("expert_dtype") or settings.get("expert_dtype")) is not None:
-        expert = _DTYPE_BITS.get(str(dtype).lower(), expert)
-    overrides: list[tuple[re.Pattern[str], Bits]] = [(pattern, None) for pattern in _ignored(settings)]
+        expert = _bits_named(str(dtype))
+    ignored = (name for setting in _IGNORING for name in settings.get(setting) or ())
+    overrides: list[tuple[re.Pattern[str], Bits]] = [(_module_pattern(name), None) for name in ignored]
     overrides += [(scheme.pattern, scheme.bits) for scheme in schemes if scheme.pattern is not None]
-    fp8_kv, doubts = _kv(settings, method)
+    fp8_kv = _fp8_kv(settings, method)
+    stated = ", ".join(f"{name} {settings[name]!r}" for name in _KV_SETTINGS if name in settings)
+    unclear = f"{stated} is not understood" if stated else "the quantisation does not say how KV is stored"
     fp8 = first is not None and first.fp8
     return Quantization(
         method=scheme_of(settings),
         linear_bits=linear,
         expert_bits=expert,
         arithmetic="bf16" if not fp8 else "fp8_block" if settings.get("weight_block_size") else "fp8",
-        fp8_kv=fp8_kv,
+        fp8_kv=bool(fp8_kv),
         overrides=tuple(overrides),
         known=any(scheme.bits for scheme in schemes),
-        kv_doubts=doubts,
+        kv_doubt=f"{unclear}; KV is counted in the type of the model" if fp8_kv is None else None,
     )
 
 
 def scheme_of(settings: Mapping[str, Any]) -> str:
     """Return the name of a quantisation in words, such as "awq" or "modelopt NVFP4"."""
-    return " ".join((method_of(settings), *(str(settings[name]) for name in ("quant_algo",) if settings.get(name))))
+    return f"{method_of(settings)} {settings.get('quant_algo') or ''}".strip()
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
@@ -145,8 +148,6 @@ def method_of(settings: Mapping[str, Any]) -> str:
         "activation_scheme": "fp8",
         "load_in_4bit": "bitsandbytes",
         "load_in_8bit": "bitsandbytes",
-        "global_quant_config": "quark",
-        "w_bit": "awq",
         "bits": "gptq",
     }
     return next((method for sign, method in signs.items() if sign in settings), "unknown")
@@ -165,25 +166,26 @@ def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
 
 
-_NO_KV = "the quantisation does not say how KV is stored; it is counted in the type of the model"
 _KV_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype", "kv_cache_quant_config")
+_KV_LIKE_MODEL = frozenset({"none", "auto", "bf16", "bfloat16", "fp16", "float16"})
+#: Methods whose checkpoints have scales for KV only if their settings say so.
+_WEIGHTS_ONLY = frozenset({"mxfp4", "fp8", "fbgemm-fp8", "awq", "gptq", "bitsandbytes"})
 
 
-def _kv(settings: Mapping[str, Any], method: str) -> tuple[bool, tuple[str, ...]]:
-    """Return True if KV is stored in fp8, and a note if the settings do not tell how KV is stored."""
-    named = [name for name in _KV_SETTINGS if name in settings]
-    if not named and method in ("modelopt", "compressed-tensors"):
-        return False, (_NO_KV,)
-    for name in named:
-        scheme = settings[name]
-        if not scheme or str(scheme).lower() in ("none", "auto", "bf16", "bfloat16", "fp16", "float16"):
+def _fp8_kv(settings: Mapping[str, Any], method: str) -> bool | None:
+    """Return True if KV is stored in fp8, False if in the type of the model, None if the settings do not tell."""
+    stated = [settings[name] for name in _KV_SETTINGS if name in settings]
+    if not stated:
+        return False if method in _WEIGHTS_ONLY else None
+    for scheme in stated:
+        if not scheme or str(scheme).lower() in _KV_LIKE_MODEL:
             continue
-        if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type", "float") == "float":
-            return True, ()
-        if isinstance(scheme, str) and re.search(r"fp8|e4m3|e5m2|float8", scheme.lower()):
-            return True, ()
-        return False, (f"{name} {scheme!r} is not understood; KV is counted in the type of the model",)
-    return False, ()
+        if isinstance(scheme, Mapping):
+            fp8 = scheme.get("num_bits") == 8 and scheme.get("type", "float") == "float"
+        else:
+            fp8 = re.search(r"fp8|e4m3|e5m2|float8", str(scheme).lower()) is not None
+        return fp8 or None
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +209,12 @@ def _fp8(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
 
 
 def _grouped(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the schemes of AWQ, GPTQ and AutoRound, which store a scale and a zero point per group of weights."""
-    group = settings.get("group_size") or settings.get("q_group_size")
-    bits = settings.get("bits") or settings.get("w_bit")
-    yield _Scheme(_grouped_bits(bits, group, zero_point=True))
-    for name, own in (settings.get("dynamic") or {}).items():
-        own_bits = _grouped_bits(own.get("bits", bits), own.get("group_size", group), zero_point=True)
-        yield _Scheme(None if name.startswith("-") else own_bits, pattern=_compiled(re.sub("^[-+]:", "", name)))
-    for name, own in (settings.get("extra_config") or {}).items():
-        own_bits = _grouped_bits(own.get("bits", bits), own.get("group_size", group), zero_point=True)
-        yield _Scheme(None if own.get("bits") in (16, 32) else own_bits, pattern=_module_pattern(name))
+    """Yield the schemes of AWQ and GPTQ, which store a scale and a zero point per group of weights."""
+    yield _Scheme(_grouped_bits(settings.get("bits"), settings.get("group_size"), zero_point=True))
+    for name, changes in (settings.get("dynamic") or {}).items():
+        merged = {**settings, **changes}
+        bits = _grouped_bits(merged.get("bits"), merged.get("group_size"), zero_point=True)
+        yield _Scheme(None if name.startswith("-") else bits, pattern=_compiled(re.sub("^[-+]:", "", name)))
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
@@ -235,10 +233,14 @@ def _modelopt(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
 
 def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) -> _Scheme:
     algorithm = str(name).upper()
-    if "W4A16" in algorithm or "W4A8_AWQ" in algorithm or "INT4" in algorithm:
+    if re.search("W4A16|W4A8_AWQ|INT4", algorithm):
         return _Scheme(_grouped_bits(4, group or 128, zero_point=False), pattern=pattern)
-    bits = next((bits for sign, bits in _ALGORITHM_BITS.items() if sign in algorithm), None)
-    return _Scheme(bits, fp8="FP4" not in algorithm and "FP8" in algorithm, pattern=pattern)
+    return _Scheme(_bits_named(algorithm), fp8="FP4" not in algorithm and "FP8" in algorithm, pattern=pattern)
+
+
+def _bits_named(name: str) -> Bits:
+    """Return the bits per weight of the format that `name` contains; None if it contains no known one."""
+    return next((bits for sign, bits in _NAMED_BITS.items() if sign in name.upper()), None)
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
@@ -253,26 +255,10 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
             yield _Scheme(bits, fp8, None if target == "Linear" else _module_pattern(target))
 
 
-def _quark(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the schemes of AMD Quark: a global one, and one for each pattern of module names."""
-    yield _quark_scheme(settings.get("global_quant_config") or {})
-    for name, own in (settings.get("layer_quant_config") or {}).items():
-        yield _quark_scheme(own, _module_pattern(name))
-
-
-def _quark_scheme(settings: Mapping[str, Any], pattern: re.Pattern[str] | None = None) -> _Scheme:
-    weight, inputs = settings.get("weight") or {}, settings.get("input_tensors") or {}
-    bits = _DTYPE_BITS.get(str(weight.get("dtype")).lower())
-    return _Scheme(bits, "fp8" in str(inputs.get("dtype")).lower() and bits == 8, pattern)
-
-
-_ALGORITHM_BITS = {"NVFP4": 4.5, "MXFP4": 4.25, "MXFP8": 8.25, "FP8_PB": 8 + 32 / 128**2, "FP8": 8.0, "W8": 8.0}
-_DTYPE_BITS: Mapping[str, Bits] = {
-    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8", "uint8"), 8.0),
-    **dict.fromkeys(("fp4", "mxfp4"), 4.25),
-    **dict.fromkeys(("int4", "uint4"), 4.125),
-    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16"), None),
-    "nvfp4": 4.5,
+#: Bits per weight of named formats. The first name that a format's name contains counts.
+_NAMED_BITS = {
+    **{"NVFP4": 4.5, "FP4": 4.25, "MXFP8": 8.25, "FP8_PB": 8 + 32 / 128**2, "FP8": 8.0},
+    **{"INT8": 8.0, "W8": 8.0, "INT4": 4.125},
 }
 _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[_Scheme]]] = {
     "mxfp4": _mxfp4,
@@ -280,26 +266,12 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[_Scheme]]] = {
     "fbgemm-fp8": _fp8,
     "awq": _grouped,
     "gptq": _grouped,
-    "auto-round": _grouped,
     "bitsandbytes": _bitsandbytes,
     "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,
-    "quark": _quark,
 }
 #: Settings that list the modules that are not quantised.
-_IGNORING = (
-    "ignore",
-    "exclude_modules",
-    "modules_to_not_convert",
-    "ignored_layers",
-    "llm_int8_skip_modules",
-    "exclude",
-)
-
-
-def _ignored(settings: Mapping[str, Any]) -> Iterator[re.Pattern[str]]:
-    for setting in _IGNORING:
-        yield from map(_module_pattern, settings.get(setting) or ())
+_IGNORING = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
 
 
 def _module_pattern(name: str) -> re.Pattern[str]:

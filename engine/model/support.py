@@ -64,6 +64,8 @@ DECODERS = {
     "starcoder2": "Starcoder2ForCausalLM",
 }
 _RECURRENT = {"nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
+#: Types that only code in the model's repository can load; serve never runs such code.
+_NOT_IN_TRANSFORMERS = frozenset({"nemotron-nas", "openelm"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -89,7 +91,8 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
         return reason
 
     def ask_transformers() -> str | None:
-        if (config := transformers_config(content)) is None:
+        foreign = content.get("model_type") in _NOT_IN_TRANSFORMERS  # answered without importing transformers
+        if foreign or (config := transformers_config(content)) is None:
             return f"transformers does not know model_type {content.get('model_type')}"
         return _refusal_of_class(config)
 

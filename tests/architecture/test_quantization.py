@@ -149,6 +149,7 @@ def test_a_plain_config_is_read_as_a_quantised_one() -> None:
         ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme {'num_bits': 8, 'type': 'int'} is not"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "does not say how KV is stored"),
         ({"config_groups": {"g": {"weights": {"num_bits": 8}}}}, "does not say how KV is stored"),
+        ({"quant_method": "quark"}, "does not say how KV is stored"),
     ],
 )
 def test_m01_kv_that_is_not_understood_is_never_exact(settings: dict[str, Any], doubt: str) -> None:
@@ -209,21 +210,11 @@ MODULES = {
             (200, 200, 200, 100, 50),
         ),
         (
-            {"quant_method": "auto-round", "bits": 4, "group_size": -1}
-            | {"extra_config": {"model.layers.11.self_attn.q_proj": {"bits": 16}}},
-            (50, 50, 200, 50, 50),
-        ),
-        (
             {"quant_method": "awq", "bits": 4, "group_size": -1, "modules_to_not_convert": ["mlp"]},
             (50, 50, 50, 200, 200),
         ),
         ({"load_in_8bit": True, "llm_int8_skip_modules": ["down_proj"]}, (100, 100, 100, 200, 100)),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, (100, 100, 100, 100, 53)),
-        (
-            {"quant_method": "quark", "exclude": ["lm_head"], "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
-            | {"layer_quant_config": {"*mlp*": {"weight": {"dtype": "fp4"}}}},
-            (100, 100, 100, 53, 53),
-        ),
     ],
 )
 def test_modules_have_formats_of_their_own(settings: dict[str, Any], sizes: tuple[int, ...]) -> None:
