@@ -194,7 +194,7 @@ def _draw_table(
     console = stdout()
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
-        drawn.add_column(Text(column), overflow="fold", width=width, vertical="bottom")
+        drawn.add_column(Text(column), overflow="fold", width=width, vertical="top" if text_columns > 1 else "bottom")
         drawn.columns[index].justify = "left" if index < text_columns else "right"
     for row in rows:
         drawn.add_row(*map(Text, row))

@@ -25,7 +25,7 @@ def show_start(
             )
         host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)", wrap=False)
+    render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
     at = "" if url.endswith("127.0.0.1:8000") else f" --url {url}"
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
     body = """{"messages": [{"role": "user", "content": "Hello"}]}"""

@@ -227,6 +227,13 @@ def test_words_and_figures_stay_whole_at_any_width(terminal: Terminal, width: in
         assert word in words
 
 
+def test_a_label_stands_beside_the_first_line_of_its_text(terminal: Terminal) -> None:
+    written = terminal(40)
+    render.table("", ["", ""], [["running", "at most 128 requests (max_num_seqs); up to 2048 more"]], text_columns=2)
+    lines = ["running  at most 128 requests", "         (max_num_seqs); up to 2048 more"]
+    assert written().splitlines()[1:] == lines
+
+
 def test_text_to_copy_is_not_wrapped(terminal: Terminal) -> None:
     written = terminal(20)
     render.say("llmsched chat --url http://127.0.0.1:8001", wrap=False)
