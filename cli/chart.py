@@ -29,9 +29,9 @@ class Series:
 class Chart:
     """Chart of series. `x` and `y` are the labels of the axes, with their units.
 
-    `stacked` series are areas, each on top of the previous series, with points at the same x. `limits` are named
-    horizontal lines, such as an SLO. `marks` are named vertical lines, such as a knee. The x axis covers at least
-    `span`. Values that are not finite, or not positive on a logarithmic axis, are left out.
+    If `stacked`, the series are areas, each on top of the one before it, and all have points at the same x. `limits`
+    are named horizontal lines, such as an SLO. `marks` are named vertical lines, such as a knee. The x axis covers at
+    least `span`. Values that are not finite, or not positive on a logarithmic axis, are left out.
     """
 
     title: str

@@ -123,7 +123,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def told(entry: dict[str, Any]) -> str:
-    """Return a decision in words. If the decision is unknown, list the names and values of its details."""
+    """Return a decision in words. For an unknown kind of decision, list the names and values of its details."""
     details = entry["details"]
     try:
         words = _WORDS[entry["what"]](details)

@@ -80,7 +80,7 @@ def now() -> datetime:
 
 
 def check_directory(path: Path) -> None:
-    """Create a directory. Raises ProfileError if that fails, or if no file can be written in the directory."""
+    """Create a directory if it is missing. Raises ProfileError if that fails, or if no file can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()

@@ -39,8 +39,8 @@ BUSY = "because this machine was busy with other work"
 async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[LoopLag]]:
     """Measure the lag of the event loop while the block runs. Yield the list that receives the lags.
 
-    A timer is due every `interval` seconds. Timers that were due while the loop was busy are listed too, because
-    otherwise long lags would count too little.
+    A timer is due every `interval` seconds. Each timer that is due while the loop is busy gives a lag of its own;
+    otherwise, long lags would count too little.
     """
     lags: list[LoopLag] = []
     watch = asyncio.create_task(_watch(interval, lags))

@@ -14,7 +14,7 @@ from llmsched.engine.provenance import Provenance
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Setup of a run: target, load, SLOs, engine settings, and the number of `warmup` requests sent before."""
+    """Setup of a run: target, load, SLOs, engine settings, and the number of warm-up requests (`warmup`)."""
 
     name: str
     provenance: Provenance

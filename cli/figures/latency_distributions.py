@@ -64,7 +64,10 @@ class ReadingPauses:
 
 
 def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start: float) -> Latencies:
-    """Summarise the latencies of a run's served requests, and the seconds that opening each connection took."""
+    """Summarise the latencies of a run's served requests.
+
+    `connect` has the seconds that opening each connection took. `start` is the time at which the run started.
+    """
     latencies = [one.latency for one in done]
     worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
     stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)

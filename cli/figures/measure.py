@@ -39,7 +39,7 @@ class RequestCounts:
 class TokenCounts:
     """Token counts of the completed requests. `source` says how output tokens were counted.
 
-    `prefix_hit_rate` is the share of prompt tokens served from the cache.
+    `prefix_hit_rate` is the share of prompt tokens that the target's prefix cache served.
     """
 
     input: int | None
@@ -143,8 +143,8 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
 def _cache_warnings(run: RunRecord) -> Iterator[str]:
     """Yield a warning if the target served more from its cache than the prompts of the load have in common.
 
-    Text that a chat template adds to all prompts is common too. It has at most as many tokens as the template adds to
-    the prompt to which it adds the fewest.
+    Text that a chat template adds to every prompt is common too. Its length is estimated as the smallest number of
+    tokens that the template adds to any prompt.
     """
     records = [record for record in run.records if record.usage.prompt_tokens]
     hit_rate = _hit_rate(records) if records and run.repeated_share is not None else None
@@ -162,7 +162,10 @@ def _cache_warnings(run: RunRecord) -> Iterator[str]:
 
 
 def _warnings(done: Sequence[ServedRequest], source: str | None, gaps: int) -> Iterator[str]:
-    """Yield warnings about estimated token counts, short answers, and a P99 of too few samples (of ITL: `gaps`)."""
+    """Yield warnings about estimated token counts, short answers and too few samples for a P99.
+
+    `gaps` is the number of ITL samples.
+    """
     if source in (RETOKENISED, CHUNKS):
         yield f"the target reported no token usage; output tokens are estimated ({source})"
     asked = [(one.record.asked_tokens, sum(arrival.tokens for arrival in one.arrivals)) for one in done]

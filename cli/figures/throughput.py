@@ -21,10 +21,10 @@ Window = tuple[float, float]
 class Rates:
     """Rates per second. A rate is None if unknown.
 
-    Steady-state rates are measured within `steady_window`, in seconds after the start of the run. If it is None or has
-    too few arrivals, they are measured from the first token or completed request to the end of the run. `asked` is the
-    mean rate of the arrival process. `scheduled` is the rate of the schedule drawn from it (None for a closed loop).
-    `achieved` is the rate at which requests were sent (None if all were sent at once).
+    Steady-state rates are measured within `steady_window`, in seconds after the start of the run. If it is None or too
+    short, they are measured from the first token or completed request to the end of the run. `asked` is the mean rate
+    of the arrival process. `scheduled` is the rate of the schedule drawn from it (None for a closed loop). `achieved`
+    is the rate at which requests were sent (None if all were sent at once).
     """
 
     output_tokens: float | None
@@ -60,9 +60,9 @@ def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> R
 def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
     """Return the start and end of the steady state, on the clock of the records; None if that state is too short.
 
-    It starts one median E2E after the start of the run, when about as many requests end as are sent. It ends with the
-    first request that ends after the last request was sent. From then on, fewer requests are in flight. A request that
-    could not connect counts as sent, because the target failed to serve it.
+    The state starts one median E2E after the start of the run, when about as many requests end as are sent. It ends
+    with the first request that ends after the last request was sent. From then on, fewer requests are in flight. A
+    request that could not connect counts as sent, because the target failed to serve it.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]

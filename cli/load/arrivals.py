@@ -33,10 +33,10 @@ class Arrivals:
     """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
 
     All gaps of the `process` "constant" are equal. Otherwise they have a gamma distribution with a coefficient of
-    variation of 1 / sqrt(burstiness): 1 gives Poisson arrivals, a smaller `burstiness` gives bursts, and a larger one
-    steadier arrivals. `ramp_to` is the rate at the end of a ramp. The rate of "daynight" follows a cosine with a period
-    of `day_period` seconds: it rises from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) in half a period,
-    and falls in the other half. Raises ConfigError if a setting is out of range or has no effect.
+    variation of 1 / sqrt(burstiness): a `burstiness` of 1 gives Poisson arrivals, a smaller one bursts, and a larger
+    one steadier arrivals. `ramp_to` is the rate at the end of a ramp. The rate of "daynight" follows a cosine with a
+    period of `day_period` seconds: it rises from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) in half a
+    period, and falls in the other half. Raises ConfigError if a setting is out of range or has no effect.
     """
 
     rate: float
@@ -133,7 +133,7 @@ class Arrivals:
         return self.rate * times
 
     def _stretch(self, units: Times, ramp: float) -> Times:
-        """Return the times at which the integral of the rate equals `units`, by bisection (see `_integral`)."""
+        """Return the times at which the integral of the rate equals `units`. A ramp takes `ramp` seconds."""
         if self.process not in ("ramp", "daynight"):
             return units / self.rate
         last = float(units[-1]) if len(units) else 0.0

@@ -20,10 +20,11 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Request of a load for `output_len` tokens, due `offset` seconds after the start. A closed loop ignores `offset`.
+    """Request of a load for `output_len` tokens.
 
-    `cache_salt` keeps a server from finding a text in its prefix cache that an earlier run put there. Random prompts
-    need none, because their tokens depend on `prompt_seed`.
+    It is due `offset` seconds after the start; a closed loop ignores `offset`. `cache_salt` keeps a server from reusing
+    a text of an earlier run that is still in its prefix cache. Random prompts need none, because their tokens depend on
+    `prompt_seed`.
     """
 
     index: int
@@ -39,7 +40,7 @@ class Load(Schedule, ABC):
 
     @property
     def num_requests(self) -> int:
-        """Number of requests, or the largest possible number if `stop_after` is set."""
+        """Number of requests. A closed loop with a `stop_after` may send fewer."""
         return len(self._offsets)
 
     @property
@@ -107,13 +108,14 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
-        """Return a load of `count` similar requests with new prompts and the same `prompt_seed`, all sent at once.
+        """Return a load of `count` requests like those of this load, but with new prompts, all sent at once.
 
-        The answers have `output_len` tokens or, if that is None, lengths like those of this load.
+        `prompt_seed` stays the same. The answers have `output_len` tokens or, if that is None, lengths like those of
+        this load.
         """
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
-        """Return a load of `count` similar requests with new prompts. Each is sent when the previous one has ended."""
+        """Return a load like that of `head`, but with each request sent when the previous one has ended."""
         return replace(self.head(count, seed=seed), max_concurrency=1)
 
 

@@ -1,7 +1,7 @@
 """Prompts: random tokens or words of an exact length, given texts, or given token ids.
 
-The content of random prompts depends only on the seed. They are stored as Parts, and their tokens are drawn when they
-are sent, so that loads of many millions of tokens need little memory.
+Random prompts are stored as Parts. Their tokens depend only on the Parts and the seed, and are drawn when the prompt is
+sent, so that loads of many millions of tokens need little memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Prompt:
 
     @property
     def content_key(self) -> tuple[Part, ...] | bytes:
-        """Parts, or bytes of the text or token ids, in which `repeated_share` finds how far two prompts begin alike."""
+        """Parts, or bytes of the text or token ids, by which `repeated_share` compares prompts."""
         raise NotImplementedError
 
     @property
@@ -187,9 +187,9 @@ class TextPrompt(Prompt):
 def repeated_share(prompts: Iterable[Prompt]) -> float:
     """Return the share of all prompt tokens that an unlimited prefix cache could serve if it was empty at first.
 
-    These are the tokens at the start of a prompt that an earlier prompt starts with too. For given texts, they are
-    counted in bytes. Their number does not depend on the order of the prompts: in alphabetical order, each prompt
-    shares the most with its neighbour.
+    It could serve the tokens of a prompt up to the first one that differs from every earlier prompt. Given texts are
+    counted in bytes. The order of the prompts does not change the share. So they are compared in alphabetical order, in
+    which each prompt shares the most with its neighbour.
     """
     keys = sorted((prompt.content_key for prompt in prompts), key=lambda key: (isinstance(key, bytes), key))
     sizes = [len(key) if isinstance(key, bytes) else sum(part.length for part in key) for key in keys]

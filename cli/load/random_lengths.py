@@ -52,7 +52,7 @@ def draw_lengths(lengths: int | RandomLengths, generator: np.random.Generator, c
 
 
 def parse_lengths(text: str, name: str) -> int | RandomLengths:
-    """Return the lengths that `text` describes. Raises ConfigError for the setting `name` if `text` is not SYNTAX."""
+    """Return the lengths in `text`. Raises ConfigError, naming the setting `name`, if `text` does not fit SYNTAX."""
     found: RandomLengths | None = None
     if text.isascii() and text.isdigit():
         found = RandomLengths(int(text), int(text))

@@ -27,11 +27,11 @@ class Schedule:
     """Settings for the times at which requests are sent.
 
     `request_rate` is in requests per second; inf sends all requests at once. With `max_concurrency` and no rate, the
-    loop is closed: each request is sent when an earlier one ends. With both, a request is due at a random time; if it
-    then has to wait for an earlier request to end, the wait counts as latency. With neither, all requests are sent at
-    once. No request is due later than `duration` seconds after the start. `seed` determines lengths, times and, with
-    `prompt_seed`, the tokens of random prompts. For the other settings, see `Arrivals`. Raises ConfigError if a setting
-    is out of range or has no effect.
+    loop is closed: each request is sent when an earlier one ends. If both are given, requests are due at random times.
+    If `max_concurrency` requests are running when one is due, it waits for one of them to end, and the wait counts as
+    latency. If neither is given, all requests are sent at once. No request is due later than `duration` seconds after
+    the start. `seed` determines lengths, times and, with `prompt_seed`, the tokens of random prompts. For the other
+    settings, see `Arrivals`. Raises ConfigError if a setting is out of range or has no effect.
     """
 
     seed: int = 0
@@ -75,7 +75,7 @@ class Schedule:
 
     @cached_property
     def process(self) -> Arrivals | None:
-        """Random schedule. None if times are recorded, if all requests are sent at once, or if the loop is closed."""
+        """Schedule of random arrivals. None for recorded times, a closed loop, or requests sent all at once."""
         if self.replayed or self.request_rate is None or math.isinf(self.request_rate):
             return None
         return Arrivals(
@@ -129,7 +129,7 @@ class Schedule:
         return np.random.default_rng([self.seed, stream])
 
     def due(self, count: int | None) -> Times:
-        """Return when at most `count` requests are due, in seconds after the start (None: `duration` limits them)."""
+        """Return the due times of at most `count` requests (None: no such limit), in seconds after the start."""
         if self.process is not None:
             return self.process.offsets(self.random(ARRIVALS), count, self.duration)
         return np.zeros(_MOST_CLOSED if count is None else count)

@@ -107,7 +107,10 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
 
 
 def knob_value(name: str, text: str) -> Any:
-    """Parse `text` as the knob's flag does; "auto" gives None. Raises ConfigError for an unknown knob or bad text."""
+    """Parse `text` as the flag of the knob `name` does; "auto" gives None.
+
+    Raises ConfigError if the knob is unknown or the text is not valid for it.
+    """
     known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)

@@ -94,7 +94,7 @@ def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> l
 
 
 def device_table(device: str) -> dict[str, Scalar]:
-    """Return a profile's table [device] for "cpu", "cuda" or "auto" on this machine.
+    """Return a profile's table [device] for this machine. `device` is "cpu", "cuda" or "auto".
 
     Raises ConfigError for "cuda" if there is no such GPU.
     """

@@ -57,7 +57,8 @@ async def send_workload(
     """Send a load to a target, or only its first `first` requests, and return the record of the run.
 
     Random prompts consist of token ids from `ids`, or of words if `ids` is None. `timeout` is in seconds per request.
-    If `partial` is set, Ctrl-C ends the load, and the record has the requests that have ended, unless there are none.
+    If `partial` is set and at least one request has ended, Ctrl-C ends the load, and the record has the requests that
+    have ended.
     """
     planned, stop_after = plan_first(workload, first, ids, target.encode)
     total = 0 if stop_after else len(planned)
@@ -104,7 +105,10 @@ async def send_workload(
 async def _unless_interrupted(
     running: Awaitable[list[RequestRecord]], ended: Sequence[RequestRecord]
 ) -> tuple[list[RequestRecord], bool]:
-    """Return the records of a load and False, or, if Ctrl-C cancels it when some have `ended`, these and True."""
+    """Return the records of a load, and True if Ctrl-C has cancelled it.
+
+    The records of a cancelled load are those in `ended`. If there are none, the CancelledError is raised.
+    """
     try:
         return await running, False
     except asyncio.CancelledError:
@@ -119,9 +123,9 @@ async def _unless_interrupted(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list to which a result of `state` is appended every `interval` seconds, until the result is None.
+    """Yield a list, and append a result of `state` to the list every `interval` seconds, until a result is None.
 
-    When there are more than MOST_SAMPLES, every second one is dropped and the interval is doubled.
+    When the list has more than MOST_SAMPLES results, every second one is dropped and the interval is doubled.
     """
     samples: list[TargetState] = []
 

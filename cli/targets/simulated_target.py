@@ -1,6 +1,6 @@
 """Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
 
-The same Blueprint serves many loads, with other settings too if they fit the memory that it reserves.
+One Blueprint serves many loads. A load may have other limits, if they fit the memory that the Blueprint reserves.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class TextEncode:
 
 @cache
 def _encoder(model: str, warn: Warn) -> TextEncoder:
-    """Return the encoder for a model. For a hub id it counts words, because a simulation fetches only config.json."""
+    """Return the encoder for a model. A hub id gets a WordEncoder, because a simulation fetches only config.json."""
     path = Path(os.path.expanduser(model))
     with suppress(ConfigError):
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":

@@ -16,7 +16,7 @@ from llmsched.engine.progress import Progress
 
 
 class VariantRun(NamedTuple):
-    """Run of a variant. `record` includes the KV meter and the parts of the engine's memory."""
+    """Run of a variant. The `record` has a KVMeter and the sizes of the parts of the engine's memory."""
 
     record: RunRecord
     experiment: Experiment
@@ -62,7 +62,7 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return `whole`, the figures of all rounds, but with the means of the rounds' steady-state and send rates."""
+    """Return the figures `whole` of all rounds, but with the means of the steady-state and send rates of `rounds`."""
     if len(rounds) == 1:
         return whole
     means: dict[str, float | None] = {}

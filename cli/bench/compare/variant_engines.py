@@ -88,7 +88,7 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return `config` with, for each of LIMITS, the largest value of the variants that share its memory."""
+        """Return `config` with the largest value of each of LIMITS among the variants that share its memory."""
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:

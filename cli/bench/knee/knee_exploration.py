@@ -71,7 +71,7 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """First attempt at the knee's rate that still has its `run`, else the first at this rate. None if untried."""
+        """First attempt at the knee's rate that has a `run`, else the first at this rate. None if there is no knee."""
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
         return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 

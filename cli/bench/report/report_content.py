@@ -74,7 +74,7 @@ class Result:
 def show(content: ReportContent, *, definitions: bool = False) -> None:
     """Print a report: notes, tables, charts and sentences on stdout, then decisions, errors and warnings on stderr.
 
-    At the end come the definitions, if they are wanted.
+    With `definitions`, print the definitions of the figures at the end.
     """
     for note in content.notes:
         render.say(note)

@@ -100,7 +100,7 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers POST /NAME/v1/... with the scripts of NAME. GET /NAME/log returns and clears the log."""
+    """Server that answers POST /NAME/v1/... with SCRIPTS[NAME] in turn. GET /NAME/log returns and clears NAME's log."""
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)

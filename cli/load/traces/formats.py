@@ -71,10 +71,10 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(slots=True)
 class FormatOptions:
-    """Options of the reader of a trace, and what it noted about the file.
+    """Options of the reader of a trace, and facts about the file that the reader noted.
 
     `turns` is the largest number of requests from one ShareGPT conversation. `block_tokens` is the number of tokens per
-    block of a Mooncake or Bailian trace. `skipped` counts the turns that were left out, by speaker. `sessions` is set
+    block of a Mooncake or Bailian trace. `skipped` counts the turns that were left out, by speaker. `sessions` is True
     if the file has sessions, in which a turn waits for the answer to the turn before.
     """
 
@@ -189,9 +189,10 @@ def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a request for each answered user message, up to `options.turns`. Its prompt is the conversation so far.
+    """Return a request for each answered user message, up to `options.turns`.
 
-    Turns of tools and other speakers are left out and counted in `options.skipped`.
+    The prompt of a request is the conversation up to this message. Turns of tools and other speakers are left out and
+    counted in `options.skipped`.
     """
     name = next((name for name in _TALKS if name in row.values), _TALKS[0])
     said = row.values.get(name)

@@ -98,7 +98,7 @@ def _entries(
 
 
 def detect(path: Path) -> TraceFormat:
-    """Return a file's format by its header or its first object's fields. Raises TraceError if none is known."""
+    """Return the format of a file, judged by its first line or first object. Raises TraceError if no format fits."""
     line = first_line(path)
     if not line:
         raise TraceError(f"{path} is empty")

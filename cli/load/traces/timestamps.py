@@ -2,8 +2,8 @@
 
 If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise the first of these units is
 taken: the unit that the field's name ends in; the unit in which all numbers are Unix timestamps (2001 to 2099); the
-format's unit. If some files of the format have another unit, and its unit makes the mean gap between requests
-implausible, the unit is taken that makes this gap plausible and closest to 1 s.
+format's unit. The format's unit may be wrong unless all files of the format have it. If it makes the mean gap between
+requests implausible, the unit is taken that makes this gap plausible and closest to 1 s.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def offsets(
 
 
 def _likely_unit(values: Sequence[float], stated: TimestampUnit, fixed: bool) -> TimestampUnit:
-    """Return the unit of numbers that have no stated unit in their file (see the top of this file)."""
+    """Return the unit in which the values are Unix timestamps, else the format's unit `stated` or a likelier one.
+
+    The top of this file has the rules. `fixed` is True if all files of the format have the unit `stated`.
+    """
     low, high = min(values), max(values)
     for unit, per_second in UNITS.items():
         if _EPOCH[0] <= low / per_second and high / per_second <= _EPOCH[1]:

@@ -20,7 +20,7 @@ class Content:
 
     @staticmethod
     def of_messages(messages: Sequence[Message]) -> Content:
-        """Return the prompt of a chat. `text`, for targets without chat, has the messages with blank lines between."""
+        """Return the prompt of a chat. Its `text`, for targets without chat, joins the messages with blank lines."""
         contents = [message.get("content") or () for message in messages]
         texts = [said if isinstance(said, str) else "".join(part["text"] for part in said) for said in contents]
         return Content("\n\n".join(texts), tuple(messages))
