@@ -1,6 +1,7 @@
 """Timelines of requests as JSON: the scheduler's decisions, and the events that the client of a bench run saw.
 
-The server's answer, `bench --save-detailed` and `explain` share this format. `what` names the decision or event.
+The server's answer, `bench --save-detailed` and `explain` share this format. The key `what` of an entry names the
+decision or event.
 """
 
 from __future__ import annotations

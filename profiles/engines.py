@@ -33,7 +33,7 @@ class Efficiency:
 class EngineSpec:
     """Kind of engines, such as vLLM, with the fixed seconds of a step: per step, per layer and per sampled sequence.
 
-    `shares` maps the key of a GPU, a GPU architecture or "default" to the shares that apply there.
+    `shares` maps the key of a GPU, a GPU architecture or "default" to the Efficiency that applies there.
     """
 
     key: str

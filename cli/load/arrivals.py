@@ -94,8 +94,8 @@ class Arrivals:
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
         """Return the times of requests in seconds after the start, in ascending order. The first is 0.
 
-        There are at most `count` requests, and all times are below `duration` seconds; one of the two may be None. A
-        ramp ends at `duration` or, if that is None, with the last request.
+        There are at most `count` requests, and all times are below `duration` seconds. Either may be None, but not
+        both. A ramp ends at `duration` or, without a duration, with the last request.
         """
         if duration is None:
             if count is None:

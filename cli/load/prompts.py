@@ -187,9 +187,9 @@ class TextPrompt(Prompt):
 def repeated_share(prompts: Iterable[Prompt]) -> float:
     """Return the share of all prompt tokens that an unlimited prefix cache could serve if it was empty at first.
 
-    It could serve the tokens of a prompt up to the first one that differs from every earlier prompt. Given texts are
-    counted in bytes. The order of the prompts does not change the share. So they are compared in alphabetical order, in
-    which each prompt shares the most with its neighbour.
+    Of each prompt, it could serve the longest beginning that an earlier prompt has too. Given texts are counted in
+    bytes. The order of the prompts does not change the share. So they are compared in alphabetical order, in which each
+    prompt shares the most with its neighbour.
     """
     keys = sorted((prompt.content_key for prompt in prompts), key=lambda key: (isinstance(key, bytes), key))
     sizes = [len(key) if isinstance(key, bytes) else sum(part.length for part in key) for key in keys]

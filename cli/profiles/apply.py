@@ -1,4 +1,4 @@
-"""Use of a tuned profile: its engine settings, warnings about mismatches, and its memory ratios."""
+"""Use of a tuned profile: its settings, warnings about mismatches, and its ratios of actual to predicted memory."""
 
 from __future__ import annotations
 

@@ -60,7 +60,10 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a knee search. `idle` and `burst` are reports of runs, or None if the search did not need these."""
+    """Result of a knee search. `idle` and `burst` are None if the search did not need them.
+
+    `idle` is the JSON report of the idle target, `burst` that of all requests sent at once.
+    """
 
     goal: KneeGoal
     slo: Slo
@@ -142,7 +145,7 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search. Without flags, `burst` determines the highest rate and `idle` the lowest."""
+    """Return the goal of the search. Rates that no flag sets follow from the throughput of `burst` and from `idle`."""
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")

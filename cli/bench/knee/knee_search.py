@@ -65,9 +65,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Result of a search. `rate` is the highest met rate below all missed rates (None if the lowest rate was missed).
+    """Result of a search. `rate` is the highest rate that met the KneeGoal, below every rate that missed the goal.
 
-    `missed` is the lowest missed rate. A rate that was tried twice is judged by its mean attainment.
+    `missed` is the lowest rate that missed it. `rate` is None if the lowest rate of the goal missed it, `missed` is
+    None if no rate did. A rate that was tried twice is judged by its mean attainment.
     """
 
     verdict: Verdict
@@ -77,7 +78,10 @@ class Knee:
 
 
 async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal) -> Knee:
-    """Find the knee with at most MAX_ATTEMPTS calls of `attempt`, which returns the attainment at a request rate."""
+    """Find the knee with at most MAX_ATTEMPTS calls of `attempt`.
+
+    `attempt` returns the share of requests that meet every SLO at a request rate.
+    """
     attempts: list[Attempt] = []
     while len(attempts) < MAX_ATTEMPTS and (rate := next_rate(attempts, goal)) is not None:
         attempts.append(Attempt(rate, await attempt(rate)))
@@ -89,9 +93,9 @@ async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal
 def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
     """Return the next rate to try in requests per second; None when the search is over.
 
-    The search multiplies or divides the rate by `goal.factor` until it has a met and a missed rate. Then it bisects the
-    interval on a logarithmic scale. Finally, if `goal.repeat` is set, it tries both ends of the last interval once
-    more. If noise changes a result, the search continues from there.
+    The search multiplies or divides the rate by `goal.factor` until one rate has met the goal and another has missed
+    it. Then it bisects the interval between them on a logarithmic scale. Finally, if `goal.repeat` is set, it tries
+    both ends of the last interval once more. If noise changes a result, the search continues from there.
     """
     if not attempts:
         return goal.low if goal.start is None else goal.start
@@ -110,7 +114,10 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return the highest met rate below all missed rates, and the lowest missed rate. Either may be None."""
+    """Return the highest rate that met the goal, below every rate that missed it, and the lowest that missed it.
+
+    Either is None if there is no such rate.
+    """
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:
         by_rate.setdefault(attempt.rate, []).append(attempt.attainment)

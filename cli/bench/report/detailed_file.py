@@ -36,7 +36,7 @@ def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """Return the saved request whose id or, failing that, whose index is `name`. Raises LlmschedError without one."""
+    """Return the saved request whose id or, failing that, index is `name`. Raises LlmschedError if there is none."""
     found: dict[str, Any] | None = None
     try:
         if path.is_char_device():

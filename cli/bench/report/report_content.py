@@ -34,7 +34,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReportContent:
-    """Content of a report. A page begins with the verdict, a sentence, and the `summary`, a few figures with names.
+    """Content of a report. A page begins with `verdict` (a sentence) and `summary` (a few figures with their names).
 
     On a terminal, the verdict comes last, the summary is left out, and only the first `terminal_charts` charts are
     drawn. `decisions` are choices that the command made for the user; a terminal shows them on stderr.

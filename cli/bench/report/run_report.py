@@ -17,7 +17,7 @@ _ENOUGH_TO_DRAW = 10
 
 
 def run_content(run: MeasuredRun) -> ReportContent:
-    """Return the content of the report of a run: its figures or, if no request was completed, only the reasons."""
+    """Return the report of a run: its figures or, if no request was completed, only the reasons for the failures."""
     experiment, figures = run
     counts, conclusions = figures.requests, []
     errors = [

@@ -142,9 +142,9 @@ def length_rows(path: Path) -> Iterator[Row]:
 
 
 def _length_fields(names: Collection[str]) -> dict[str, str]:
-    """Return the names (of columns or keys) that hold lengths, mapped to INPUT and OUTPUT; empty if none fits.
+    """Return the columns or keys that hold lengths, mapped to INPUT and OUTPUT; empty if there are none.
 
-    If no name stands for prompt lengths, one that stands for total lengths is mapped to INPUT.
+    If none holds prompt lengths, one that holds total lengths is mapped to INPUT.
     """
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:
@@ -154,7 +154,7 @@ def _length_fields(names: Collection[str]) -> dict[str, str]:
 
 
 def _time_field(names: Collection[str]) -> dict[str, str]:
-    """Return the name that stands for a time, mapped to itself; empty if none does."""
+    """Return the column or key that holds a time, mapped to itself; empty if there is none."""
     return next(({name: name} for name in _TIMES if name in names), {})
 
 
