@@ -181,7 +181,7 @@ def _widths(
 
 
 def _parts(cell: str, is_text: bool) -> list[str]:
-    """Return the parts of a cell that stay whole: the words of a long text, but all of a figure or a short label."""
+    """Return the parts of a cell that must not be broken: the words of a long text, else the whole cell."""
     return cell.split() if is_text and len(cell) > _SHORT_LABEL else [cell]
 
 
@@ -205,7 +205,7 @@ def _draw_table(
 
 
 def _list_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
-    """Print each row as a list with a line per column. If the first column has text, it is the heading of the list."""
+    """Print each row as a list with a line per column. If `text_columns` is not 0, the first column is the heading."""
     label = max(map(len, columns))
     for row in rows:
         cells = list(zip(columns, row, strict=True))

@@ -114,7 +114,7 @@ class RunRecord:
     `own_process` is False if the client ran in the target's process, where loop lag is part of the target's latency.
     `interrupted` means that the user ended the run. Requests in flight at that moment have no record. `repeated_share`
     is the share of prompt tokens that repeat the start of an earlier prompt of the load: the most that a prefix cache
-    can serve if it held nothing before the run. It is None for a target in this process.
+    can serve if it held nothing before the run. For a target in this process, `repeated_share` is None.
     """
 
     records: Sequence[RequestRecord]

@@ -63,7 +63,7 @@ class UrlTargetFlags:
 
 
 def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options: EngineOptions) -> HttpOptions:
-    """Return the settings for requests to a server. Raises LlmschedError for an invalid URL or an engine flag."""
+    """Return the settings for requests to a server. Raises LlmschedError for an invalid URL or given engine flags."""
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")

@@ -49,7 +49,7 @@ def _show(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show a profile: its settings, the load, model and device that it was tuned for, and all trials."""
+    """Show a calibration, or a profile: its settings, all trials, and the load, model and device of the trials."""
     found = profile_views.load_content(name)
     if as_json:
         render.emit_json(found)

@@ -49,7 +49,7 @@ class EventParser:
         return events
 
     def close(self) -> Event | None:
-        """Return the last event if the stream ended without its blank line, else None."""
+        """Return the last event if it lacks the blank line that should end it, else None."""
         return (self._end_line() if self._line else None) or self._end_event()
 
     def _end_line(self) -> Event | None:

@@ -1,7 +1,8 @@
 """Self-check of `bench`: probes load a server with known timing and compare the figures with the server's log.
 
-The log is used, not the script, because on a busy machine the server may be late. The client may be late, too. If such
-a delay explains an error, the error is "disturbed", not "wrong", and the probe is repeated.
+The server follows a script. On a busy machine, it may write late, so the figures are compared with the times that it
+logged, not with the script. The client may be late, too. If such a delay explains an error, the error is "disturbed",
+not "wrong", and the probe is repeated.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class FigureCheck:
-    """Check of one figure: its value by the script, by the server's log and as measured, in ms or per second.
+    """Check of one figure, in ms or per second. `script` and `server` are its values by the script and by the log.
 
     An error that exceeds `allowed` by at most `excuse` may be due to other work on the machine.
     """
