@@ -35,13 +35,16 @@ _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 _CACHE_FORMAT = 3
 
 #: Settings of families.py for which null is a value.
-_NULLABLE = frozenset({"sliding_window", "q_lora_rank", "hidden_size_per_layer_input", "num_kv_shared_layers"})
+_NULLABLE = frozenset(
+    {"sliding_window", "q_lora_rank", "num_global_key_value_heads", "quantization_config"}
+    | {"hidden_size_per_layer_input", "num_kv_shared_layers"}
+)
 
-#: Settings in Family.needs whose values are text.
-_WORDS = frozenset({"hybrid_override_pattern"})
+#: Sizes among the defaults of a family. Files leave out either all of them, or none.
+_SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"})
 
 #: Names of settings that are understood in some family.
-UNDERSTOOD = frozenset(STANDARD_NAMES.values()).union(*(family.needs | family.states for family in FAMILIES.values()))
+UNDERSTOOD = frozenset(STANDARD_NAMES.values()).union(*(family.needs for family in FAMILIES.values()))
 
 #: Beginning of the sentence about settings that may matter but were not read.
 UNREAD = "settings that are not understood and not taken into account"
@@ -227,22 +230,15 @@ def _read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCach
     stated = frozenset(own)
     named = {STANDARD_NAMES.get(name, name) for name in text if text[name] is not None or name in _NULLABLE} | stated
     family = FAMILIES.get(str(text.get("model_type")))
-    unstated: frozenset[str] = frozenset()
     defaults: dict[str, Any] = {}
+    lacks: set[str] = set()
     if family is not None:
-        lacks, omits = (
-            {STANDARD_NAMES.get(name, name) for name in names} - named for names in (family.needs, family.states)
-        )
         defaults = {name: value for name, value in family.defaults.items() if name not in named}
-        unstated = frozenset(lacks | omits)
-        if (
-            not defaults.keys() >= family.sizes
-        ):  # files leave out either all sizes that are their class's defaults, or none
-            unstated |= defaults.keys() & family.sizes
-        if not lacks and not any(
-            isinstance(text.get(name), str) for name in family.needs - {"hybrid_override_pattern"}
-        ):
-            return Fields(defaults | own, True, config, cache, stated, unstated)
+        lacks = {STANDARD_NAMES.get(name, name) for name in family.needs} - named
+        if not defaults.keys() >= (sizes := family.defaults.keys() & _SIZES):
+            lacks |= defaults.keys() & sizes
+        if lacks <= defaults.keys():
+            return Fields(defaults | own, True, config, cache, stated, frozenset(lacks))
 
     def ask_transformers() -> dict[str, Any] | None:
         made = None if text is config else transformers_config(text)
@@ -252,12 +248,14 @@ def _read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCach
     bare = Fields(own, False, config, cache, stated)
     if (values := bare.ask("values", ask_transformers)) is None:
         return bare
-    filled = standardise(values) | defaults
+    filled = standardise(values)
     if "head_dim" not in named and filled.get("head_dim") == _quotient(filled):
         filled.pop("head_dim", None)  # geometry.py divides too, and judges the result
-    if family is not None and "layer_types" not in named | family.needs:
-        filled.pop("layer_types", None)  # geometry.py derives them from what the file states
-    return Fields(filled | own, True, config, cache, stated, unstated | filled.keys() - named - defaults.keys())
+    if family is None:
+        lacks = filled.keys() - named
+    else:
+        filled = {name: value for name, value in filled.items() if name in lacks} | defaults
+    return Fields(filled | own, True, config, cache, stated, frozenset(lacks))
 
 
 def _quotient(values: Mapping[str, Any]) -> int | None:

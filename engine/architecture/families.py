@@ -41,20 +41,14 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Family of models with one model_type. `defaults` complete a config.json that states all settings in `needs`.
+    """Family of models with one model_type.
 
-    Published files also state the settings in `states`; if one of these is missing, its default may be wrong.
+    Published files state all settings in `needs`. `defaults` are the values of settings that these files leave out.
     """
 
     parts: DecoderParts
     needs: frozenset[str]
     defaults: Mapping[str, Any]
-    states: frozenset[str]
-
-    @property
-    def sizes(self) -> frozenset[str]:
-        """Names of the settings in `defaults` that are sizes."""
-        return frozenset(name for name in self.defaults if name in _SIZES)
 
 
 def _biased(switch: Switch, **parts: Any) -> DecoderParts:
@@ -62,27 +56,21 @@ def _biased(switch: Switch, **parts: Any) -> DecoderParts:
     return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
 
 
-_SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"})
-_TIE, _KV, _QUANT = "tie_word_embeddings", "num_key_value_heads", "quantization_config"
-_SPARSE = f"{_TIE} decoder_sparse_step"
+def _family(parts: DecoderParts, needs: str, **defaults: Any) -> Family:
+    sizes = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings tie_word_embeddings"
+    return Family(parts, frozenset(f"{sizes} {needs}".split()) - defaults.keys(), defaults)
 
 
-def _family(parts: DecoderParts, needs: str, states: str = _TIE, **defaults: Any) -> Family:
-    sizes = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
-    needed = frozenset(f"{sizes} {needs}".split()) - defaults.keys()
-    return Family(parts, needed, defaults, frozenset(states.split()))
-
-
-_DENSE = "intermediate_size"
-_GROUPED = f"{_DENSE} num_key_value_heads"
+_GROUPED = "intermediate_size num_key_value_heads"
 _WIDE = f"{_GROUPED} head_dim"
 _LOCAL = "num_local_experts num_experts_per_tok"
 _EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
 _DELTA = "linear_num_value_heads linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
 _MLA = "kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"
-_MLA_MOE = f"{_MLA} n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace"
+_ROUTED = "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace"
+_MLA_MOE = f"intermediate_size {_MLA} {_ROUTED}"
 _MAMBA = "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel use_conv_bias hybrid_override_pattern"
-_GEMMA4 = "global_head_dim layer_types sliding_window attention_k_eq_v num_kv_shared_layers enable_moe_block"
+_GEMMA4 = "layer_types sliding_window attention_k_eq_v num_kv_shared_layers enable_moe_block"
 
 _BARE = DecoderParts()
 _GEMMA = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias")
@@ -102,14 +90,14 @@ _GPT2 = replace(_GPT, positions=True)
 _GPT2_NEEDS = frozenset(("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": _family(_LLAMA, _DENSE, f"{_TIE} {_KV}"),
-    "granite": _family(_LLAMA, _DENSE, f"{_TIE} {_KV}"),
+    "llama": _family(_LLAMA, _GROUPED),
+    "granite": _family(_LLAMA, _GROUPED),
     "smollm3": _family(_LLAMA, _GROUPED, tie_word_embeddings=True),
     "mistral": _family(_BARE, f"{_GROUPED} sliding_window"),
     "phi3": _family(_BARE, f"{_GROUPED} sliding_window"),
     "glm4": _family(replace(_GLM, norms=4), f"{_WIDE} attention_bias"),
-    "olmo2": _family(replace(_GEMMA, qk_norm="all"), _DENSE, f"{_TIE} {_KV}"),
-    "olmo": _family(replace(_GEMMA, norm_vectors=0), _DENSE, f"{_TIE} {_KV}"),
+    "olmo2": _family(replace(_GEMMA, qk_norm="all"), _GROUPED),
+    "olmo": _family(replace(_GEMMA, norm_vectors=0), _GROUPED),
     "olmo3": _family(replace(_GEMMA, qk_norm="all"), f"{_GROUPED} sliding_window", sliding_window_pattern=4),
     "glm": _family(_GLM, f"{_WIDE} attention_bias"),
     "seed_oss": _family(replace(_LLAMA, out_bias="attention_out_bias"), f"{_WIDE} attention_bias attention_out_bias"),
@@ -125,15 +113,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": _family(_QWEN2, _GROUPED),
     "qwen2_5_vl_text": _family(_QWEN2, _GROUPED),
     "qwen3_vl_text": _family(_QWEN3, _WIDE),
-    "qwen3_5_text": _family(_NEXT, f"{_WIDE} {_DELTA} layer_types", f"{_TIE} mamba_ssm_dtype"),
-    "gemma": _family(_GEMMA, _WIDE, "", tie_word_embeddings=True),
+    "qwen3_5_text": _family(_NEXT, f"{_WIDE} {_DELTA} layer_types mamba_ssm_dtype"),
+    "gemma": _family(_GEMMA, _WIDE, tie_word_embeddings=True),
     "gemma2": _family(
-        replace(_GEMMA, norms=4), f"{_WIDE} sliding_window", "", sliding_window_pattern=2, tie_word_embeddings=True
+        replace(_GEMMA, norms=4), f"{_WIDE} sliding_window", sliding_window_pattern=2, tie_word_embeddings=True
     ),
     "gemma3_text": _family(
         replace(_QWEN3, norms=4),
         f"{_WIDE} sliding_window",
-        "",
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=256,
@@ -144,27 +131,24 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4_text": _family(
         DecoderParts(qk_norm="head", norms=4),
-        f"{_WIDE} {_GEMMA4} hidden_size_per_layer_input",
-        f"{_TIE} num_global_key_value_heads",
+        f"{_WIDE} {_GEMMA4} global_head_dim num_global_key_value_heads hidden_size_per_layer_input",
         tie_word_embeddings=True,
     ),
-    "cohere": _family(replace(_COHERE, qk_norm="all"), _GROUPED, "", use_qk_norm=False, tie_word_embeddings=True),
-    "cohere2": _family(_COHERE, f"{_WIDE} sliding_window", "", sliding_window_pattern=4, tie_word_embeddings=True),
+    "cohere": _family(replace(_COHERE, qk_norm="all"), _GROUPED, use_qk_norm=False, tie_word_embeddings=True),
+    "cohere2": _family(_COHERE, f"{_WIDE} sliding_window", sliding_window_pattern=4, tie_word_embeddings=True),
     "mixtral": _family(_MIXTRAL, f"{_GROUPED} {_LOCAL}"),
     "olmoe": _family(
         replace(_GEMMA, qk_norm="all", experts="intermediate_size"),
-        f"{_DENSE} num_experts num_experts_per_tok",
-        f"{_TIE} {_KV}",
+        f"{_GROUPED} num_experts num_experts_per_tok",
     ),
-    "granitemoe": _family(replace(_GEMMA, experts="intermediate_size"), f"{_DENSE} {_LOCAL}", f"{_TIE} {_KV}"),
+    "granitemoe": _family(replace(_GEMMA, experts="intermediate_size"), f"{_GROUPED} {_LOCAL}"),
     "minimax_m2": _family(replace(_MIXTRAL, qk_norm="all"), f"{_WIDE} {_LOCAL}"),
     "qwen2_moe": _family(
         replace(_QWEN2, experts="moe_intermediate_size", shared_gate=True),
-        f"{_GROUPED} {_EXPERTS} shared_expert_intermediate_size",
-        _SPARSE,
+        f"{_GROUPED} {_EXPERTS} shared_expert_intermediate_size decoder_sparse_step",
     ),
-    "qwen3_moe": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS}", _SPARSE),
-    "qwen3_vl_moe_text": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS}", _SPARSE, tie_word_embeddings=True),
+    "qwen3_moe": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS} decoder_sparse_step"),
+    "qwen3_vl_moe_text": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS} decoder_sparse_step", tie_word_embeddings=True),
     "qwen3_next": _family(
         _NEXT_MOE,
         f"{_WIDE} {_EXPERTS} {_DELTA} shared_expert_intermediate_size",
@@ -172,19 +156,15 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_5_moe_text": _family(
         _NEXT_MOE,
-        f"num_key_value_heads head_dim {_EXPERTS} {_DELTA} shared_expert_intermediate_size layer_types",
-        f"{_TIE} mamba_ssm_dtype",
+        f"num_key_value_heads head_dim {_EXPERTS} {_DELTA} shared_expert_intermediate_size layer_types mamba_ssm_dtype",
     ),
     "gpt_oss": _family(
         replace(_GEMMA, sinks=True, experts="intermediate_size", expert_bias=True),
-        f"{_WIDE} {_LOCAL} sliding_window layer_types attention_bias",
-        f"{_TIE} {_QUANT}",
+        f"{_WIDE} {_LOCAL} sliding_window layer_types attention_bias quantization_config",
     ),
-    "deepseek_v2": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}"),
-    "deepseek_v3": _family(_DEEPSEEK, f"{_DENSE} {_MLA_MOE}", f"{_TIE} {_QUANT}"),
-    "deepseek_v32": _family(
-        _DEEPSEEK, f"{_DENSE} {_MLA_MOE} index_head_dim index_n_heads", f"{_TIE} {_QUANT} index_topk"
-    ),
+    "deepseek_v2": _family(_DEEPSEEK, _MLA_MOE),
+    "deepseek_v3": _family(_DEEPSEEK, f"{_MLA_MOE} quantization_config"),
+    "deepseek_v32": _family(_DEEPSEEK, f"{_MLA_MOE} index_head_dim index_n_heads index_topk quantization_config"),
     "nemotron-nas": _family(_LLAMA, "block_configs"),
     "openelm": _family(
         replace(_BARE, qk_norm="head"),
@@ -192,26 +172,23 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm4_moe": _family(
         replace(_GLM, qk_norm="head", experts="moe_intermediate_size"),
-        f"{_WIDE} attention_bias use_qk_norm n_routed_experts n_shared_experts num_experts_per_tok "
-        "moe_intermediate_size first_k_dense_replace",
+        f"{_WIDE} attention_bias use_qk_norm {_ROUTED}",
     ),
     "nemotron_h": _family(
         DecoderParts(gated_mlp=False, norms=1, experts="moe_intermediate_size"),
-        f"{_WIDE} {_MAMBA}",
-        f"{_TIE} mamba_ssm_cache_dtype moe_shared_expert_intermediate_size",
+        f"{_WIDE} {_MAMBA} moe_shared_expert_intermediate_size",
         mamba_ssm_cache_dtype="float32",
     ),
-    "phi": _family(replace(_GPT, norms=1, head_bias=True), _DENSE, f"{_TIE} {_KV}"),
+    "phi": _family(replace(_GPT, norms=1, head_bias=True), _GROUPED),
     "starcoder2": _family(
         _biased("use_bias", gated_mlp=False, norm_vectors=2), f"{_GROUPED} use_bias", tie_word_embeddings=True
     ),
-    "gpt_neox": _family(_GPT, _DENSE),
-    "gpt2": Family(_GPT2, _GPT2_NEEDS, {_TIE: True}, frozenset()),
-    "gpt_bigcode": Family(_GPT2, _GPT2_NEEDS | {"multi_query"}, {_TIE: True}, frozenset()),
+    "gpt_neox": _family(_GPT, "intermediate_size"),
+    "gpt2": Family(_GPT2, _GPT2_NEEDS, {"tie_word_embeddings": True}),
+    "gpt_bigcode": Family(_GPT2, _GPT2_NEEDS | {"multi_query"}, {"tie_word_embeddings": True}),
     "opt": _family(
         replace(_GPT, positions=True),
         "ffn_dim word_embed_proj_dim do_layer_norm_before",
-        "",
         tie_word_embeddings=True,
     ),
     "falcon": _family(

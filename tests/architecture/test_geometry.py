@@ -297,8 +297,9 @@ def test_m05_blocks_describe_each_layer() -> None:
     ]
     config = {"model_type": "nemotron-nas", "num_hidden_layers": 4, "num_attention_heads": 32, "hidden_size": 4096}
     assert measured(config | {"block_configs": blocks}) == Wanted(4 * 2 * 128 * 2, 2 * 2 * 128 * 2, 64)
+    complete = {"vocab_size": 9, "max_position_embeddings": 9, "tie_word_embeddings": False}
     with pytest.raises(ModelError, match="num_hidden_layers is 4, but layer_types lists 3"):
-        kv_geometry(config | {"vocab_size": 9, "max_position_embeddings": 9, "block_configs": blocks[1:]})
+        kv_geometry(config | complete | {"block_configs": blocks[1:]})
 
 
 def test_m06_the_indexer_caches_one_key_per_layer() -> None:
