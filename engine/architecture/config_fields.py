@@ -32,7 +32,7 @@ _NESTED = ("text_config", "language_config", "llm_config", "text_model_config")
 _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 
 #: Version of ConfigCache's file format. Increase it when the stored values, or the way to compute them, change.
-_CACHE_FORMAT = 3
+_CACHE_FORMAT = 4
 
 #: Settings of families.py for which null is a value.
 _NULLABLE = frozenset(

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,21 +40,14 @@ _SMALL = re.compile(r"bias|norm|router|conv|\bgate\.")
 _MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layers\.(?P<layer>\d+)\.)")
 
 
-#: Names of settings that may change the number of parameters, and those that certainly do.
+#: Names of settings that may change the number of parameters.
 _WEIGHS = re.compile(
     r"expert|moe|ffn|mlp|inner|proj|embed|rank|hidden|intermediate|vocab|bias|engram|adapter|lora|dim$|quant"
 )
-_SIZE = re.compile(
-    r"^(num|n)_(?!beam|return|token|label|logit|nextn)|_(size|dim|rank|layers|heads|experts|channels|width|depth)$|"
-    r"^(depth|width|expand)$|^(?!pad|bos|eos).*_bias$|^tie_"
-)
-
-
+_BUILT = "weights are those of a model that transformers builds, with its defaults for settings that the config omits"
 _NO_ENCODERS = "weights of vision and audio encoders are not counted"
-#: Notes about settings without which weights may have any size.
-_LEAVES_OPEN = re.compile(
-    rf"^({UNREAD}|{_NO_ENCODERS})|\b(text_config|hidden_size|num_hidden_layers|intermediate_size|num_experts|moe_intermediate_size)\b"
-)
+#: Settings without which weights may have any size.
+_DECISIVE = frozenset({"hidden_size", "num_hidden_layers", "intermediate_size", "num_experts", "moe_intermediate_size"})
 _REMEDY = "give the size of the weights with --weights-bytes, or name a directory with the files"
 
 
@@ -97,20 +90,21 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
         reason = f"weights are not counted, because the layout of {named} is not known"
         doubt = "; ".join((reason, *notes, _REMEDY))
         return Weights(0, "unknown", exact=False, notes=(doubt,), doubt=doubt)
-    unread = next((f"{note}; {_REMEDY}" for note in notes if _LEAVES_OPEN.search(note)), None)
+    doubts = [note for note in notes if note.startswith((UNREAD, _NO_ENCODERS))]
+    if missing := sorted(_DECISIVE & fields.unstated):
+        doubts.append(f"the config does not state {', '.join(missing)}")
+    doubt = "; ".join((*doubts, _REMEDY)) if doubts else None
     if quantization is not None:
         sizes, total = stored_bytes(modules, quantization, dtype_bytes), add_up(modules.values())
-        bits = {
-            "matrices": 8 * sizes.linear / max(1, total.linear),
-            "experts": 8 * sizes.experts / max(1, total.experts),
-        }
-        counted = f"weights count as {', '.join(f'{each:.3g} bits in {name}' for name, each in bits.items() if each)}"
+        parts = (("matrices", sizes.linear, total.linear), ("experts", sizes.experts, total.experts))
+        counted = ", ".join(f"{8 * size / count:.3g} bits in {name}" for name, size, count in parts if count)
+        counted = f"weights count as {counted}"
         if not quantization.known:
             counted = f"weights count {dtype_bytes} bytes each"
         note = f"the checkpoint is quantised ({quantization.method}); without its files {counted}"
-        return Weights(sizes.total, "config", exact=False, notes=(*notes, note), doubt=unread)
+        return Weights(sizes.total, "config", exact=False, notes=(*notes, note), doubt=doubt)
     total = add_up(modules.values())
-    return Weights(total.total * dtype_bytes, "config", exact=not notes, notes=notes, doubt=unread)
+    return Weights(total.total * dtype_bytes, "config", exact=not notes, notes=notes, doubt=doubt)
 
 
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
@@ -127,11 +121,7 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
         return counted | {"encoders": Parameters(encoders=encoders or 0)}, tuple(notes)
     built = fields.ask("modules", lambda: _built_modules(fields.config))
     if built:
-        notes = [*fields.unread(_WEIGHS, frozenset(built["understood"]))]
-        if built["assumed"]:
-            notes.append(
-                f"the config does not state {', '.join(built['assumed'])}; the defaults of its class are assumed"
-            )
+        notes = [_BUILT, *fields.unread(_WEIGHS, frozenset(built["understood"]))]
         return {name: Parameters(*each) for name, each in built["modules"].items()}, tuple(notes)
     notes = [*fields.unread(_WEIGHS, UNDERSTOOD)]
     if counted is not None:
@@ -211,9 +201,8 @@ def _header(file: Path) -> dict[str, Any]:
 def _built_modules(config: Any) -> dict[str, Any] | None:
     """Count parameters by building the model on torch's meta device, which takes seconds but no memory.
 
-    Returns `modules` (the fields of Parameters by name), the settings that the model's class has `understood`, and
-    those that it `assumed`. Returns None if the model cannot be built, because of a missing package or an invalid
-    value.
+    Returns `modules` (the fields of Parameters by name) and the settings that the model's class has `understood`.
+    Returns None if the model cannot be built, because of a missing package or an invalid value.
     """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
@@ -221,7 +210,6 @@ def _built_modules(config: Any) -> dict[str, Any] | None:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    assumed = sorted(set(_unstated(made.to_dict(), config))) if isinstance(config, Mapping) else []
     text = made.get_text_config(decoder=True)
     known = {"model_type", *inspect.signature(type(text)).parameters, *text.attribute_map, *text.attribute_map.values()}
     understood = [*standardise({name: value for name, value in text.to_dict().items() if name in known}), *known]
@@ -239,19 +227,8 @@ def _built_modules(config: Any) -> dict[str, Any] | None:
             logger.info("%s cannot be built: %s", type(made).__name__, problem)
             continue
         modules = {name: _classified(name, tensor) for name, tensor in model.named_parameters()}
-        return {"modules": modules, "understood": understood, "assumed": assumed}
+        return {"modules": modules, "understood": understood}
     return None
-
-
-def _unstated(made: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings of `made` that may change the number of parameters and that `content` does not state."""
-    stated = standardise(content)
-    for name, value in standardise(made).items():
-        if isinstance(value, Mapping) and name.endswith("_config"):
-            nested = content.get(name)
-            yield from _unstated(value, nested) if isinstance(nested, Mapping) else (name,)
-        elif value and name not in stated and name not in content and _SIZE.search(name):
-            yield name
 
 
 def _classified(name: str, tensor: torch.Tensor) -> Parameters:
