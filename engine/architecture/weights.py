@@ -88,8 +88,8 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
     if not modules:
         named = fields.model_type or "no model_type"
         reason = f"weights are not counted, because the layout of {named} is not known"
-        doubt = "; ".join((reason, *notes, _REMEDY))
-        return Weights(0, "unknown", exact=False, notes=(doubt,), doubt=doubt)
+        unknown = "; ".join((reason, *notes, _REMEDY))
+        return Weights(0, "unknown", exact=False, notes=(unknown,), doubt=unknown)
     doubts = [note for note in notes if note.startswith((UNREAD, _NO_ENCODERS))]
     if missing := sorted(_DECISIVE & fields.unstated):
         doubts.append(f"the config does not state {', '.join(missing)}")

@@ -149,7 +149,6 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
-    kind: type[ModelError] = ModelError
     log = logging.getLogger("huggingface_hub")
     level = log.level
     log.setLevel(logging.ERROR)  # huggingface_hub would log every retry
@@ -162,21 +161,15 @@ def _hub_failures(repo_id: str) -> Iterator[None]:
         reason = "the hub asks for consent: accept the model's terms on its page and log in with `hf auth login`"
     except RepositoryNotFoundError:
         reason = "there is no such directory, and the hub has no such model (if it is private: `hf auth login`)"
-    except LocalEntryNotFoundError:
-        kind = HubUnreachableError
-        reason = (
-            "there is no such directory, the hub cannot be reached, and its cache here lacks the model "
-            f"({constants.HF_HUB_CACHE}); give a local directory, a .gguf file or demo"
-        )
-    except (HfHubHTTPError, OSError) as error:
-        reason = f"the hub cannot be read: {one_line(error)}"
     except Exception as error:  # huggingface_hub converts few errors of its HTTP client
+        if isinstance(error, HfHubHTTPError | OSError) and not isinstance(error, LocalEntryNotFoundError):
+            raise ModelError(f"model {repo_id}: the hub cannot be read: {one_line(error)}") from error
         check_proxies()
-        kind = HubUnreachableError
-        reason = (
-            f"there is no such directory, the hub cannot be reached ({one_line(error)}), and its cache here lacks the "
-            f"model ({constants.HF_HUB_CACHE}); give a local directory, a .gguf file or demo"
-        )
+        detail = "" if isinstance(error, LocalEntryNotFoundError) else f" ({one_line(error)})"
+        raise HubUnreachableError(
+            f"model {repo_id}: there is no such directory, the hub cannot be reached{detail}, and its cache here lacks "
+            f"the model ({constants.HF_HUB_CACHE}); give a local directory, a .gguf file or demo"
+        ) from error
     finally:
         log.setLevel(level)
-    raise kind(f"model {repo_id}: {reason}")
+    raise ModelError(f"model {repo_id}: {reason}")
