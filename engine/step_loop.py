@@ -12,7 +12,7 @@ from llmsched.engine.errors import ConfigError, QueueFullError, RequestError, is
 from llmsched.engine.executor.base import Executor, StepPlan
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pool import KVUsage
-from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.baselines import make_scheduler
 from llmsched.engine.scheduler.scheduler import Update
 
 logger = logging.getLogger(__name__)

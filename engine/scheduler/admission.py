@@ -14,7 +14,7 @@ from llmsched.engine.scheduler.headroom import HeadroomControl
 from llmsched.engine.scheduler.ledger import Detail, Ledger, SchedulerCounters
 from llmsched.engine.scheduler.prediction import OutputPredictor, forecast_peak
 from llmsched.engine.scheduler.token_budget import StepBuilder
-from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason
+from llmsched.engine.scheduler.waiting_queue import WaitingQueue, WaitReason
 
 #: Requests considered for admission in one step, beyond the number that may still run.
 EXTRA_OFFERS = 8

@@ -8,7 +8,7 @@ from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Ledger
 from llmsched.engine.scheduler.prediction import OutputPredictor
-from llmsched.engine.scheduler.waiting import WaitingQueue
+from llmsched.engine.scheduler.waiting_queue import WaitingQueue
 
 
 class Backfill:

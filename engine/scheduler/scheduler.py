@@ -16,7 +16,7 @@ from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import Preemption
 from llmsched.engine.scheduler.token_budget import Pacer, StepBuilder
-from llmsched.engine.scheduler.waiting import WaitingQueue, WaitReason, initial_rank
+from llmsched.engine.scheduler.waiting_queue import WaitingQueue, WaitReason, initial_rank
 
 
 class Update(NamedTuple):

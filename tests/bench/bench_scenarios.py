@@ -25,8 +25,9 @@ from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import Request, SamplingParams
-from llmsched.engine.scheduler import admission, waiting
-from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler import admission
+from llmsched.engine.scheduler import waiting_queue as waiting
+from llmsched.engine.scheduler.baselines import make_scheduler
 
 COST = LinearCost(8e-3, 25e-6, 30e-6, 40e-9)
 BLOCK = 16

@@ -26,7 +26,7 @@ from llmsched.engine.executor.base import RowResult, StepResult
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request
-from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.baselines import make_scheduler
 from llmsched.engine.scheduler.scheduler import Scheduler
 
 STEPS = 200

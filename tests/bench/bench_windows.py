@@ -25,7 +25,7 @@ from llmsched.engine.executor.simulated_executor import SimulatedExecutor, Virtu
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request
-from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.baselines import make_scheduler
 
 BLOCK = 16
 MEMORY = 60_000

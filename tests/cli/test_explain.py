@@ -17,7 +17,7 @@ from llmsched.cli.explain import _WAITED_FOR, _WORDS, summary, told
 from llmsched.cli.serve.access import Access
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.core import Timeline
-from llmsched.engine.scheduler.waiting import WaitReason
+from llmsched.engine.scheduler.waiting_queue import WaitReason
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model import loader as opening
 from llmsched.engine.model.paged import KVCache
 from llmsched.engine.request import SamplingParams
-from llmsched.engine.scheduler.policies import StaticScheduler
+from llmsched.engine.scheduler.baselines import StaticScheduler
 
 ON_THE_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity")
 ON_THE_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")

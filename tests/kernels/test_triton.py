@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from llmsched.kernels.triton import ops
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
-from llmsched.kernels.triton.ops import MAX_SPLITS, Tiling, choose_tiling
+from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may have (CUDA programming guide)

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 from llmsched.kernels import reference
 from llmsched.kernels.triton import ops
-from llmsched.kernels.triton.ops import Tiling, choose_tiling
+from llmsched.kernels.triton.tiling import Tiling, choose_tiling
 
 FEW = ((1, 37), (16, 16), (15, 40), (0, 9), (1, 1), (17, 17), (1, 100), (3, 33))
 DECODES = ((1, 1), (1, 16), (1, 17), (1, 150), (1, 300))

@@ -7,7 +7,7 @@ from fakes import Harness, assert_right, make_request, tokens
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.request import Request, RequestStatus
-from llmsched.engine.scheduler.waiting import WaitingQueue, initial_rank
+from llmsched.engine.scheduler.waiting_queue import WaitingQueue, initial_rank
 
 CONFIG = EngineConfig()
 

@@ -15,7 +15,7 @@ from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import FinishReason, Request, SamplingParams
-from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.baselines import make_scheduler
 
 VOCAB = 1000
 BLOCK = 16

@@ -17,7 +17,7 @@ from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.executor.simulated_executor import VirtualClock
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, SamplingParams
-from llmsched.engine.scheduler.policies import make_scheduler
+from llmsched.engine.scheduler.baselines import make_scheduler
 from llmsched.profiles.engines import find_engine
 
 Floats = npt.NDArray[np.float64]

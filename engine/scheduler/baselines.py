@@ -10,7 +10,7 @@ from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.scheduler import Scheduler
 from llmsched.engine.scheduler.token_budget import StepBuilder
-from llmsched.engine.scheduler.waiting import WaitReason
+from llmsched.engine.scheduler.waiting_queue import WaitReason
 
 
 def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> Scheduler:
