@@ -177,6 +177,8 @@ class LayerReader:
         counted: Counter[LayerGroup] = Counter()
         kinds = [self.kinds(name) for name in self.layer_names()]
         if sharing := self.fields.get("num_kv_shared_layers", default=0):
+            if not 0 < sharing < len(kinds):
+                raise ModelError(f"config has num_kv_shared_layers {sharing}; it must be less than {len(kinds)} layers")
             self.facts.append(f"the last {sharing} of {len(kinds)} layers use the KV of earlier ones")
         for layer, cached in enumerate(kinds[: len(kinds) - sharing]):
             counted.update(self._one_layer(kind, layer) for kind in cached)
@@ -274,6 +276,9 @@ class LayerReader:
                 f"config has layers of {kv_heads} KV heads with keys of {head_dim} and values of {head_dim_v} numbers; "
                 "each must be 1 or more"
             )
+        heads = self.fields.values.get("num_attention_heads")
+        if kind == "full" and isinstance(heads, int) and heads % kv_heads:
+            raise ModelError(f"config has {heads} attention heads, which is no multiple of its {kv_heads} KV heads")
         names = ("attention_window_size", "sliding_window", "attention_chunk_size", "sliding_window_size")
         window = next((size for name in names if (size := self._own(name, kind, layer))), None)
         window = window if kind == "window" else None

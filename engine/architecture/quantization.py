@@ -98,25 +98,30 @@ def named_format(name: str) -> str | None:
 
 
 def quantization_of(fields: Fields) -> Quantization | None:
-    """Return the format of a model's checkpoint; None if it is not quantised."""
+    """Return the format of a model's checkpoint; None if it is not quantised.
+
+    Raises ModelError if the config describes the format in another form than that of its quant_method.
+    """
     settings = fields.get("quantization_config")
     if not settings:
         return None
     settings = settings if isinstance(settings, Mapping) else {"quant_method": str(settings)}
     method = method_of(settings)
-    schemes = [*_FORMATS[method](settings)] if method in _FORMATS else []
+    try:
+        schemes = [*_FORMATS[method](settings)] if method in _FORMATS else []
+        overrides: list[tuple[re.Pattern[str], Bits]] = [(_module_pattern(name), None) for name in _ignored(settings)]
+    except (AttributeError, TypeError, ValueError) as problem:
+        raise ModelError(f"quantization_config is not in the form of {method} ({problem})") from problem
     first = next((scheme for scheme in schemes if scheme.pattern is None), None)
     linear = expert = None if first is None else first.bits
     if method == "mxfp4":  # only experts are quantised
         linear = None
     if (dtype := fields.get("expert_dtype") or settings.get("expert_dtype")) is not None:
         expert = _bits_named(str(dtype))
-    ignored = (name for setting in _IGNORING for name in settings.get(setting) or ())
-    overrides: list[tuple[re.Pattern[str], Bits]] = [(_module_pattern(name), None) for name in ignored]
     overrides += [(scheme.pattern, scheme.bits) for scheme in schemes if scheme.pattern is not None]
-    fp8_kv = _fp8_kv(settings, method)
-    stated = ", ".join(f"{name} {settings[name]!r}" for name in _KV_SETTINGS if name in settings)
-    unclear = f"{stated} is not understood" if stated else "the quantisation does not say how KV is stored"
+    stated = {name: value for name, value in settings.items() if "kv" in name}
+    fp8_kv, kv = _fp8_kv(stated, method), ", ".join(f"{name} {value!r}" for name, value in stated.items())
+    unclear = f"{kv} is not understood" if kv else "the quantisation does not say how KV is stored"
     fp8 = first is not None and first.fp8
     return Quantization(
         method=scheme_of(settings),
@@ -166,18 +171,19 @@ def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
 
 
-_KV_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype", "kv_cache_quant_config")
 _KV_LIKE_MODEL = frozenset({"none", "auto", "bf16", "bfloat16", "fp16", "float16"})
 #: Methods whose checkpoints have scales for KV only if their settings say so.
 _WEIGHTS_ONLY = frozenset({"mxfp4", "fp8", "fbgemm-fp8", "awq", "gptq", "bitsandbytes"})
 
 
-def _fp8_kv(settings: Mapping[str, Any], method: str) -> bool | None:
-    """Return True if KV is stored in fp8, False if in the type of the model, None if the settings do not tell."""
-    stated = [settings[name] for name in _KV_SETTINGS if name in settings]
+def _fp8_kv(stated: Mapping[str, Any], method: str) -> bool | None:
+    """Return True if KV is stored in fp8, False if in the type of the model, None if `stated` does not tell.
+
+    `stated` has the settings whose names contain "kv".
+    """
     if not stated:
         return False if method in _WEIGHTS_ONLY else None
-    for scheme in stated:
+    for scheme in stated.values():
         if not scheme or str(scheme).lower() in _KV_LIKE_MODEL:
             continue
         if isinstance(scheme, Mapping):
@@ -272,6 +278,11 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[_Scheme]]] = {
 }
 #: Settings that list the modules that are not quantised.
 _IGNORING = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+
+
+def _ignored(settings: Mapping[str, Any]) -> Iterator[str]:
+    for names in filter(None, map(settings.get, _IGNORING)):
+        yield from [names] if isinstance(names, str) else names
 
 
 def _module_pattern(name: str) -> re.Pattern[str]:

@@ -121,10 +121,12 @@ def rotary_limit(fields: Fields) -> int | None:
     original context. Then results would depend on other requests, and keys that are already cached would be wrong.
     """
     given = fields.get("rope_parameters", "rope_scaling", default={})
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config has rope_scaling {given!r}; it must be an object with a type and a factor")
     per_layer_kind = [value for value in given.values() if isinstance(value, Mapping)]
     limits = []
     for rope in per_layer_kind or [given]:
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
         if kind not in ROPE_TYPES:
             known = ", ".join(sorted(ROPE_TYPES))
             raise ModelError(f"config has rope_scaling of the unknown type {kind!r}; known are {known}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import logging
 import math
@@ -211,7 +210,7 @@ def _built_modules(config: Any) -> dict[str, Any] | None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     text = made.get_text_config(decoder=True)
-    known = {"model_type", *inspect.signature(type(text)).parameters, *text.attribute_map, *text.attribute_map.values()}
+    known = {"model_type", *type(text)().to_dict(), *text.attribute_map, *text.attribute_map.values()}
     understood = [*standardise({name: value for name, value in text.to_dict().items() if name in known}), *known]
     made = copy.deepcopy(made)
     made.quantization_config = None

@@ -369,6 +369,9 @@ def test_settings_that_are_not_understood_are_named(extra: dict[str, Any], note:
     assert any(note in each for each in geometry.notes)
 
 
+GROUPED = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -383,6 +386,9 @@ def test_settings_that_are_not_understood_are_named(extra: dict[str, Any], note:
         ({"num_hidden_layers": -4, "num_attention_heads": 4}, "num_hidden_layers is -4"),
         ({"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": -8}, "keys of -8"),
         ({"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": -2}, "-2 KV heads"),
+        (GROUPED | {"num_key_value_heads": 3}, "4 attention heads, which is no multiple of its 3 KV heads"),
+        (GROUPED | {"num_key_value_heads": 8}, "4 attention heads, which is no multiple of its 8 KV heads"),
+        (GROUPED | {"num_kv_shared_layers": 2}, "num_kv_shared_layers 2; it must be less than 2 layers"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": "llama", "hidden_size": "wide"}, "llama is invalid"),

@@ -150,6 +150,7 @@ def test_a_plain_config_is_read_as_a_quantised_one() -> None:
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "does not say how KV is stored"),
         ({"config_groups": {"g": {"weights": {"num_bits": 8}}}}, "does not say how KV is stored"),
         ({"quant_method": "quark"}, "does not say how KV is stored"),
+        ({"quant_method": "gptq", "bits": 4, "kv_cache_bits": 8}, "kv_cache_bits 8 is not understood"),
     ],
 )
 def test_m01_kv_that_is_not_understood_is_never_exact(settings: dict[str, Any], doubt: str) -> None:
@@ -174,6 +175,7 @@ MODULES = {
     ("settings", "sizes"),
     [
         ({"quant_method": "fp8", "ignored_layers": ["model.layers.1.self_attn"]}, (100, 200, 100, 100, 100)),
+        ({"quant_method": "fp8", "modules_to_not_convert": "self_attn"}, (200, 200, 200, 100, 100)),
         ({"quant_method": "fp8", "modules_to_not_convert": ["self_attn", "lm_head"]}, (200, 200, 200, 100, 100)),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, (200, 200, 200, 200, 53)),
         ({"quant_algo": "FP8", "exclude_modules": ["model.language_model.layers.1*"]}, (100, 200, 200, 100, 200)),
@@ -226,6 +228,19 @@ def test_modules_have_formats_of_their_own(settings: dict[str, Any], sizes: tupl
 def test_a_pattern_that_is_no_regular_expression_is_named() -> None:
     with pytest.raises(ModelError, match=r"quantization_config has an invalid pattern '\(' "):
         read({"quant_method": "compressed-tensors", "ignore": ["re:("]})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {"quant_method": "fp8", "ignored_layers": [1]},
+        {"quant_method": "compressed-tensors", "config_groups": ["fp8"]},
+    ],
+)
+def test_settings_of_a_wrong_form_are_named(settings: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=f"quantization_config is not in the form of {settings['quant_method']}"):
+        read(settings)
 
 
 def test_m02_the_file_beside_the_config_is_read(tmp_path: Path) -> None:

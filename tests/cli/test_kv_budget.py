@@ -154,6 +154,10 @@ def write_config(directory: Path, content: Any) -> str:
         ({"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 64}, "does not divide"),
         (GEMMA_4, "config has num_experts None; it must be a whole number"),
         (
+            LLAMA_FIELDS | {"rope_scaling": "yarn"},
+            "config has rope_scaling 'yarn'; it must be an object",
+        ),
+        (
             LLAMA_FIELDS | {"rope_scaling": {"type": "foo", "factor": 2}},
             "rope_scaling of the unknown type 'foo'; known are",
         ),
