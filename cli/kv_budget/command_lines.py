@@ -48,9 +48,9 @@ def serve_line(analysis: BudgetAnalysis) -> str | None:
     model = "demo" if analysis.spec == "demo" else _model(analysis)
     if model is None or analysis.refusal or analysis.kv_dtype.startswith("fp8"):
         return None
-    given = {f.name: getattr(config, f.name) for f in fields(EngineConfig) if f.name != "model"}
-    defaults = {f.name: f.default for f in fields(EngineConfig)}
-    return serve_command(model, {name: value for name, value in given.items() if value != defaults[name]})
+    given = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "model"}
+    default = EngineConfig()
+    return serve_command(model, {name: value for name, value in given.items() if value != getattr(default, name)})
 
 
 def with_vllm_defaults(config: EngineConfig, given: Mapping[str, Any], device: DeviceMemory) -> EngineConfig:

@@ -43,6 +43,9 @@ _NULLABLE = frozenset(
 #: Sizes among the defaults of a family. Files leave out either all of them, or none.
 _SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"})
 
+#: Names of settings that are numbers.
+_SIZE = re.compile(r"_(size|dim|rank|heads|layers|experts|embeddings|tok)$")
+
 #: Names of settings that are understood in some family.
 UNDERSTOOD = frozenset(STANDARD_NAMES.values()).union(*(family.needs for family in FAMILIES.values()))
 
@@ -156,37 +159,14 @@ class Fields:
         """The whole config as a mapping with the keys of config.json."""
         return self.config if isinstance(self.config, Mapping) else self.config.to_dict()
 
-    # Settings that several modules read, and that have different names in different families.
-
     @property
     def model_type(self) -> str:
         return str(self.get("model_type", default=""))
 
     @property
-    def hidden_size(self) -> Any:
-        return self.get("hidden_size")
-
-    @property
-    def vocab_size(self) -> Any:
-        return self.get("vocab_size")
-
-    @property
     def mlp_size(self) -> Any:
         """Width of a dense MLP; four times hidden_size if the config omits it."""
-        return self.get("intermediate_size", default=4 * (self.hidden_size or 0))
-
-    @property
-    def num_experts(self) -> Any:
-        """Number of routed experts in one layer."""
-        return self.get("num_experts")
-
-    @property
-    def experts_per_token(self) -> Any:
-        return self.get("num_experts_per_tok")
-
-    @property
-    def shared_expert_size(self) -> Any:
-        return self.get("shared_expert_intermediate_size")
+        return self.get("intermediate_size", default=4 * self.get("hidden_size", default=0))
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -227,6 +207,9 @@ def _read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCach
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     outer = {name: value for name, value in config.items() if "quant" in name}
     own = standardise({**outer, **text, **shared})
+    for name, value in own.items():
+        if isinstance(value, str) and _SIZE.search(name):
+            raise ModelError(f"config has {name} {value!r}; it must be a whole number")
     stated = frozenset(own)
     named = {STANDARD_NAMES.get(name, name) for name in text if text[name] is not None or name in _NULLABLE} | stated
     family = FAMILIES.get(str(text.get("model_type")))

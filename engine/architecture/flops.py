@@ -82,7 +82,7 @@ def model_flops(
         fields = read_fields(config, cache)
         modules, _ = modules_of(fields)
         parameters = add_up(modules.values())
-        hidden, vocab = fields.hidden_size, fields.vocab_size
+        hidden, vocab = fields.get("hidden_size"), fields.get("vocab_size")
         if not parameters.total or not hidden or not vocab:
             named = fields.model_type or "a model without model_type"
             raise ModelError(f"{named} cannot be simulated: its parameters cannot be counted from its config")
@@ -90,7 +90,7 @@ def model_flops(
         geometry = reader.geometry()
         layers = len(reader.layer_names())
         vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
-        count, chosen = (fields.num_experts, fields.experts_per_token) if parameters.experts else (0, 0)
+        count, chosen = (fields.get("num_experts"), fields.get("num_experts_per_tok")) if parameters.experts else (0, 0)
         if parameters.experts and (chosen is None or not 1 <= int(chosen) <= int(count)):
             raise ModelError(f"config sends a token to {chosen} of {int(count)} experts; it must be 1 to {int(count)}")
         form = quantization_of(fields) or Quantization("none")

@@ -319,7 +319,7 @@ class LayerReader:
             return int(fields.get("global_head_dim"))
         if given := self._own("head_dim", kind, layer):
             return int(given)
-        hidden, heads = fields.hidden_size, self.heads(kind, layer)
+        hidden, heads = fields.get("hidden_size"), self.heads(kind, layer)
         if not isinstance(hidden, int):
             raise ModelError("config has neither head_dim nor hidden_size")
         if hidden % heads:

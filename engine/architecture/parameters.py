@@ -46,7 +46,7 @@ def count_parameters(config: Fields) -> dict[str, Parameters] | None:
     Raises ModelError if the config does not describe all layers.
     """
     family = FAMILIES.get(config.model_type)
-    if family is None or not config.hidden_size or not config.vocab_size or _is_variant(config):
+    if family is None or not config.get("hidden_size") or not config.get("vocab_size") or _is_variant(config):
         return None
     counted: dict[str, Parameters] = {}
     for name, parts in _Counter(config, family.parts).count():
@@ -66,8 +66,8 @@ def _is_variant(config: Fields) -> bool:
     }.get(config.model_type, ())
     unusual += ("hidden_size_per_layer_input", "num_kv_shared_layers", "moe_latent_size", "qk_layernorm")
     unusual += ("use_double_wide_mlp", "block_configs.ffn_replace_with_linear")
-    projected = config.get("word_embed_proj_dim", default=config.hidden_size)
-    return projected != config.hidden_size or any(config.get(name) for name in unusual)
+    projected = config.get("word_embed_proj_dim", default=config.get("hidden_size"))
+    return projected != config.get("hidden_size") or any(config.get(name) for name in unusual)
 
 
 #: Name of a module and its parameters.
@@ -80,15 +80,15 @@ class _Counter:
     def __init__(self, config: Fields, parts: DecoderParts) -> None:
         self.config = config
         self.parts = parts
-        self.hidden: int = config.hidden_size
+        self.hidden: int = config.get("hidden_size")
         self.reader = LayerReader(config)
 
     def count(self) -> Iterator[_Module]:
         """Yield the names and parameters of all modules: embeddings, layers and last norm."""
         copies = 1 if self.config.get("tie_word_embeddings", default=False) else 2
-        embeddings, other = copies * self.config.vocab_size * self.hidden, 0
+        embeddings, other = copies * self.config.get("vocab_size") * self.hidden, 0
         if self.parts.head_bias:
-            other += self.config.vocab_size
+            other += self.config.get("vocab_size")
         if self.parts.positions:
             reserved = 2 if self.config.model_type == "opt" else 0
             embeddings += (self.config.get("max_position_embeddings") + reserved) * self.hidden
@@ -185,7 +185,7 @@ class _Counter:
                 yield module, self._norms(3)
         elif self._is_sparse(layer, name):
             yield from self._experts(module, size("num_experts"), size(self.parts.experts or "intermediate_size"))
-            shared, count = self.config.shared_expert_size, get("n_shared_experts", default=0)
+            shared, count = self.config.get("shared_expert_intermediate_size"), get("n_shared_experts", default=0)
             if shared is None:  # the width of all experts together that every token is sent to
                 shared = count * get("moe_intermediate_size", default=0)
             if shared:

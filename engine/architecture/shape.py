@@ -68,7 +68,7 @@ def model_shape(
         weights = weights or model_weights(path, fields, dtype_bytes)
         fields = fields.reread()
         position, notes = max_position(fields)
-        hidden, vocab = fields.hidden_size, fields.vocab_size
+        hidden, vocab = fields.get("hidden_size"), fields.get("vocab_size")
         if not hidden or not vocab:
             notes += ("activations are not counted in full: the config lacks hidden_size or vocab_size",)
         for name, size in (("hidden_size", hidden), ("vocab_size", vocab), ("max_position_embeddings", position)):
@@ -77,7 +77,7 @@ def model_shape(
         heads = LayerReader(fields).heads() if geometry.caches_kv else 0
         quantization, inner = quantization_of(fields), inner_size(fields)
         assumed = tuple(fields.assumed())
-        if fields.num_experts and not fields.experts_per_token:
+        if fields.get("num_experts") and not fields.get("num_experts_per_tok"):
             assumed += ("activations are not counted in full: the config does not state num_experts_per_tok",)
         return ModelShape(
             geometry=geometry,
@@ -98,8 +98,8 @@ def model_shape(
 def inner_size(fields: Fields) -> int:
     """Return the width of the dense MLP, or the total width of the experts of one token if that is larger."""
     dense = max(fields.mlp_size) if isinstance(fields.mlp_size, list) else fields.mlp_size
-    routed = (fields.experts_per_token or 0) * fields.get("moe_intermediate_size", default=dense)
-    return max(int(dense), int(routed + (fields.shared_expert_size or 0)))
+    routed = (fields.get("num_experts_per_tok") or 0) * fields.get("moe_intermediate_size", default=dense)
+    return max(int(dense), int(routed + (fields.get("shared_expert_intermediate_size") or 0)))
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:

@@ -130,13 +130,6 @@ def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[st
     }
 
 
-def _from_linear_heads(values: dict[str, Any], heads: Any) -> dict[str, Any]:
-    """Rewrite linear_num_heads, which transformers saves for Kimi Linear, as equal numbers of key and value heads."""
-    width = values.pop("linear_head_dim")
-    names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
-    return dict(zip(names, (heads, heads, width, width), strict=True))
-
-
 def _from_pattern(values: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
     """Rewrite hybrid_layer_pattern of MiMo: 1 for a layer with a window, 0 for one without."""
     return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
@@ -146,6 +139,5 @@ _REWRITES = {
     "block_configs": _from_blocks,
     "ffn_multipliers": _from_multipliers,
     "linear_attn_config": _from_linear_attention,
-    "linear_num_heads": _from_linear_heads,
     "hybrid_layer_pattern": _from_pattern,
 }

@@ -142,12 +142,6 @@ def numbered_shards(directory: Path) -> list[Path]:
     ]
 
 
-def parameters_of(fields: Fields) -> tuple[Parameters, tuple[str, ...]]:
-    """Return the sum of the counts that `modules_of` returns, and its notes."""
-    modules, notes = modules_of(fields)
-    return add_up(modules.values()), notes
-
-
 def stored_bytes(modules: Mapping[str, Parameters], quantization: Quantization | None, dtype_bytes: int) -> Parameters:
     """Return the bytes of each class of parameters; what is not quantised takes `dtype_bytes` bytes per number."""
     sizes = [0.0] * len(Parameters._fields)

@@ -104,7 +104,7 @@ class Tolerance:
     def of(cls, model: PreTrainedModel, dtype: torch.dtype) -> Tolerance:
         """Return the tolerance for a model that computes in `dtype`."""
         fields = read_fields(model.config)
-        return cls(dtype, routed=(fields.num_experts or fields.get("moe_num_experts", default=0)) > 1)
+        return cls(dtype, routed=fields.get("num_experts", default=0) > 1)
 
     def limit(self, largest_logit: float) -> float:
         """Return the largest allowed difference of logits whose largest absolute value is `largest_logit`."""

@@ -164,9 +164,9 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     [
         ({"num_experts_per_tok": 0}, "a token to 0 of 128 experts; it must be 1 to 128"),
         ({"num_experts_per_tok": 129}, "a token to 129 of 128 experts; it must be 1 to 128"),
-        ({"num_experts_per_tok": "all"}, "expected int, got str"),
-        ({"vocab_size": "many"}, "expected int, got str"),
-        ({"moe_intermediate_size": [1]}, "cannot be a size"),
+        ({"num_experts_per_tok": "all"}, "num_experts_per_tok 'all'; it must be a whole number"),
+        ({"vocab_size": "many"}, "vocab_size 'many'; it must be a whole number"),
+        ({"moe_intermediate_size": [1]}, r"moe_intermediate_size \[1\]; it must be a whole number"),
     ],
 )
 def test_a_config_with_impossible_numbers_is_refused(settings: dict[str, Any], said: str) -> None:
