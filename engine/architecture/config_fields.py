@@ -138,7 +138,11 @@ class Fields:
         """Yield a sentence about each setting that is in both `read` and `unstated`."""
         for name in sorted(self.read & self.unstated):
             value = self.values.get(name)
-            counted = "" if value is None or isinstance(value, list | Mapping) else f"; {value} is assumed"
+            counted = (
+                ""
+                if value is None or isinstance(value, list | Mapping)
+                else f"; {value} is assumed, the default of {self.model_type}"
+            )
             yield f"the config does not state {name}{counted}"
 
     def unread(self, pattern: re.Pattern[str], irrelevant: Set[str] = frozenset()) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, transformers_config
+from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, read_json_object, transformers_config
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantization import Quantization, quantization_of
 from llmsched.engine.architecture.standard_settings import standardise
@@ -75,7 +75,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
     """
     files: list[Path] = []
     if path is not None and (path / _INDEX).is_file():
-        content = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+        content = read_json_object(path / _INDEX)
         files = [path / name for name in sorted(set(content.get("weight_map", {}).values()))]
     elif path is not None:
         files = numbered_shards(path) or [path / _SINGLE]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import quiet_transformers, read_fields, read_json_object
@@ -88,8 +89,8 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
             return Tokenizer(gguf_tokenizer(read_gguf(source.path)))
         from transformers import AutoTokenizer
 
-        for name in (*VOCABULARIES, "tokenizer_config.json"):
-            refuse_lfs_pointer(source.path / name)
+        for file in chain.from_iterable(map(source.path.glob, ("*.json", "*.model", "*.txt", "*.jinja"))):
+            refuse_lfs_pointer(file)
         if not any((source.path / name).is_file() for name in VOCABULARIES):
             raise ModelError(f"model {source.spec}: has no tokenizer: none of {', '.join(VOCABULARIES)} exists")
         fast = AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)

@@ -118,6 +118,15 @@ def test_a_quantised_checkpoint_without_files_is_an_estimate() -> None:
     assert any("awq" in note for note in weights.notes)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"), [("{", "cannot be read as JSON"), ("version https://git-lfs.github.com/spec/v1", "Git LFS")]
+)
+def test_a_damaged_index_is_named(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=rf"model\.safetensors\.index\.json: .*{reason}"):
+        model_weights(tmp_path, read_fields(QWEN25_05B), dtype_bytes=2)
+
+
 @pytest.mark.parametrize("config", [{"model_type": "from_the_future", "hidden_size": 8}, {"hidden_size": 8}])
 def test_an_unknown_model_without_files_is_marked_not_guessed(config: dict[str, Any]) -> None:
     weights = model_weights(None, read_fields(config), dtype_bytes=2)

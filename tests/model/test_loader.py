@@ -135,7 +135,17 @@ def test_shards_without_an_index(copy: Any) -> None:
     refused(path, f"shards missing: {gone.name}")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "generation_config.json",
+    ],
+)
 def test_a_git_lfs_pointer_is_named(name: str, copy: Any) -> None:
     path = copy("llama")
     (path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
