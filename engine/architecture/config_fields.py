@@ -137,12 +137,9 @@ class Fields:
     def assumed(self) -> Iterator[str]:
         """Yield a sentence about each setting that is in both `read` and `unstated`."""
         for name in sorted(self.read & self.unstated):
-            value = self.values.get(name)
-            counted = (
-                ""
-                if value is None or isinstance(value, list | Mapping)
-                else f"; {value} is assumed, the default of {self.model_type}"
-            )
+            value, counted = self.values.get(name), ""
+            if isinstance(value, int | float | str):
+                counted = f"; {value} is assumed, the default of {self.model_type}"
             yield f"the config does not state {name}{counted}"
 
     def unread(self, pattern: re.Pattern[str], irrelevant: Set[str] = frozenset()) -> Iterator[str]:
