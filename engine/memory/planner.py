@@ -145,7 +145,7 @@ def _plan_for_context(
         max_num_batched_tokens=tokens,
         max_num_seqs_limit=config.max_num_seqs,
         confidence="exact" if geometry.confidence == "exact" and shape.exact else "estimate",
-        notes=(*geometry.notes, *shape.weights.notes, *shape.notes),
+        notes=tuple(dict.fromkeys((*geometry.notes, *shape.weights.notes, *shape.notes))),
     )
 
 

@@ -145,6 +145,12 @@ def write_config(directory: Path, content: Any) -> str:
     return str(path)
 
 
+def test_an_assumption_is_told_once(command: CommandLine, tmp_path: Path) -> None:
+    content = {name: value for name, value in LLAMA_FIELDS.items() if name != "num_key_value_heads"}
+    outcome = command("kv-budget", write_config(tmp_path, content), "--gpu", "l4")
+    assert outcome.out.count("does not state num_key_value_heads") == 1
+
+
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
