@@ -94,12 +94,13 @@ def changes(
 ) -> list[Change]:
     """Return the changes that would make `demand` fit, the cheapest first.
 
-    Changes that cost only memory margin or prefill speed come first, then narrower dtypes. If none of these suffices
-    alone, they are combined. Next come a shorter context and fewer users at the same time, the smallest GPU of `gpus`
-    (name, memory) that suffices, and several devices. A context or a number of users below half the demand comes last.
+    Changes that cost only memory margin, prefill speed or concurrency beyond the demand come first, then narrower
+    dtypes. If none of these suffices alone, they are combined. Next come a shorter context and fewer users at the same
+    time, the smallest GPU of `gpus` (name, memory) that suffices, and several devices. A context or a number of users
+    below half the demand comes last.
     """
     search = _Search(planner, config, device, demand)
-    found = [*search.more_memory(), *search.smaller_steps(), *search.narrower_types()]
+    found = [*search.more_memory(), *search.smaller_steps(), *search.fewer_states(), *search.narrower_types()]
     if not found:
         found += search.all_settings()
     less, wanted, fitting = search.shorter_context(), demand.length(search.plan), demand.num_fitting(search.plan)
@@ -151,6 +152,16 @@ class _Search:
         """Return the change of max_num_batched_tokens to the largest power of two that suffices."""
         for size in reversed([size for size in STEP_SIZES if size < self.plan.max_num_batched_tokens]):
             if found := self._try("lower", "prompts take longer", max_num_batched_tokens=size):
+                return found
+        return []
+
+    def fewer_states(self) -> list[Change]:
+        """Return the change of max_num_seqs to the largest power of two that suffices, if each sequence has state."""
+        if not self.plan.state_bytes_per_seq:
+            return []
+        for power in reversed(range((self.plan.max_num_seqs_limit - 1).bit_length())):
+            cost = "state is reserved for fewer requests"
+            if (1 << power) >= self.demand.users and (found := self._try("lower", cost, max_num_seqs=1 << power)):
                 return found
         return []
 

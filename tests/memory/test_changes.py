@@ -103,6 +103,16 @@ def test_smaller_steps_where_activations_are_the_trouble() -> None:
     check(found, gpu(24), 6, 8192, **knobs)
 
 
+def test_fewer_sequences_where_their_state_is_the_trouble() -> None:
+    sizes = {"num_hidden_layers": 64, "hidden_size": 2560, "vocab_size": 50288, "num_heads": 80, "head_dim": 64}
+    state = {"state_size": 128, "n_groups": 1, "conv_kernel": 4, "expand": 2}
+    planner, device = ModelPlanner({"model_type": "mamba2", **sizes, **state}), gpu(22)
+    assert not planner.plan(EngineConfig(), device).fits
+    cheapest = changes(planner, EngineConfig(), device, MemoryDemand(users=3, context=1000))[0]
+    assert dict(cheapest.settings) == {"max_num_seqs": 64}
+    assert cheapest.plan.fits
+
+
 def test_narrower_types_say_what_serve_cannot_do() -> None:
     found = search(gpu(48), 12, 8192, dtype="float32", gpu_memory_utilization=0.95)
     wide = first(found, "dtype")
