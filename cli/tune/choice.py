@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,8 +22,7 @@ JudgedBy = Literal["knee", "given"]
 _CLIMBERS, _MEASURED_CLIMBERS = 8, 2
 #: First step of the rate above the default's knee, and around a predicted knee.
 _STEP = 1.25
-#: The default stays if, at a rate up to the knee, fewer requests meet the SLOs with the choice than this share of those
-#: with the default.
+#: The default stays if, at a rate up to the knee, the choice has less than this share of the default's goodput.
 _LEAST_GOOD = 0.97
 
 
@@ -47,13 +47,11 @@ class Chooser:
     async def at_given(self) -> Setting | None:
         """Return the best setting under the given load; None if none is feasible."""
         self.notes += await search(self.space, await self.race(None))
-        served = self.history.trial(self.default)
-        self.rates.given = given_rate(self.load, served)
+        self.rates.given = given_rate(self.load, self.history.trial(self.default))
         if (best := self.history.best()) is None:
             return None
         self._note_alike(best)
-        base = self.rates.given
-        await self._compare(best.setting, [(f"{x:g} x given", x * base) for x in OF_GIVEN if base and served.completed])
+        await self._compare(best.setting, "given", OF_GIVEN, self.rates.given)
         return best.setting
 
     async def by_knee(self) -> Setting | None:
@@ -65,7 +63,6 @@ class Chooser:
         try:
             served = await self.finder.trial(self.default, None)
         except OutOfTimeError:
-            self.notes.append("the time limit ended the first run: nothing was measured; set a longer --time-limit")
             return None
         self.rates.given = given_rate(self.load, served)
         compared = self.rates.compared = await self._default_knee(served)
@@ -81,31 +78,33 @@ class Chooser:
         elif self.rates.light or self.rates.default.missed is None:
             self._note_alike(self.history.trial(best))
         self.rates.best = self.finder.bounds(best)
-        knee = self.rates.best.met
-        of_knee = [(f"{x:g} x knee", x * knee) for x in OF_KNEE] if knee and not self.rates.light else []
-        await self._compare(best, of_knee)
-        worse = [row for row in self.rates.rows if self._worse(row)]
-        if best == self.default or not worse:
+        knee = None if self.rates.light else self.rates.best.met
+        await self._compare(best, "knee", OF_KNEE, knee)
+        if best == self.default or (worse := next(filter(self._worse, self.rates.rows), None)) is None:
             return best
-        self.notes.append(f"the default stays: the setting with the highest knee is worse at {worse[0].rate:.3g}/s")
+        self.notes.append(f"the default stays: the setting with the highest knee is worse at {worse.rate:.3g}/s")
         self.rates.best, self.rates.rows = self.rates.default, []
-        await self._compare(self.default, of_knee)
+        await self._compare(self.default, "knee", OF_KNEE, knee)
         return self.default
+
+    @property
+    def _open_rate(self) -> float | None:
+        """Rate of the given load, if it is an open loop with a finite rate."""
+        given = self.rates.given
+        return None if given is None or math.isinf(given) or self.load.closed else given
 
     async def _default_knee(self, served: Trial) -> float | None:
         """Find the default's knee, and return it if it is above the given rate; otherwise None."""
         given, default = self.rates.given, self.default
-        base = given if given is not None and math.isfinite(given) else served.requests_per_s
-        if not base or (self.guess is not None and not meets(served)):
+        base, met = self._open_rate or served.requests_per_s, meets(served)
+        if not base or (self.guess is not None and not met):
             return None  # a load past the knee is judged as it is
-        is_open = given == base and not self.load.closed
-        if is_open:
+        if self._open_rate is not None:
             self.finder.trials[default, base] = served
-        low, start, factor = base if is_open and meets(served) else base / 64, base, 2.0
-        start *= 2.0 if meets(served) else 0.5
+        low, start, factor = base if met and self._open_rate else base / 64, base * (2.0 if met else 0.5), 2.0
         if self.guess is not None and await self.guess.climb([default], base / 64, start):
             start, factor = self.guess.bounds(default).met or start, _STEP
-        await self.finder.climb([default], low, start, factor, self.finder.highest_rate(served))
+        await self.finder.climb([default], low, start, factor)
         found = self.rates.default = self.finder.bounds(default)
         self.rates.light = found.missed is None and not self.finder.out_of_time
         return found.met if found.met and not self.rates.light and given is not None and found.met > given else None
@@ -113,9 +112,7 @@ class Chooser:
     async def _climb(self, compared: float | None) -> Setting | None:
         """Raise the rate until one setting is left; of equal ones, prefer the better margin, then the default."""
         contenders = {setting: trial for setting, trial in self.history.contenders().items() if meets(trial)}
-        rate = compared
-        if rate is None and self.rates.given is not None and math.isfinite(self.rates.given) and not self.load.closed:
-            rate = self.rates.given
+        rate = self._open_rate if compared is None else compared
         if rate is None or self.rates.light or not contenders:
             best = self.history.best()
             return best.setting if best else self.default if compared is not None else None
@@ -134,42 +131,34 @@ class Chooser:
             top.append(self.default)  # the knees differ by no more than the tolerance
         return self.history.preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top]).setting
 
-    async def _compare(self, best: Setting, others: list[tuple[str, float]]) -> None:
-        """Compare the default and the choice under the given load and at `others`, which are labels and rates."""
-        given = self.rates.given
+    async def _compare(self, best: Setting, name: str, multiples: Sequence[float], unit: float | None) -> None:
+        """Compare the default and the choice under the given load, and at multiples of the rate `unit`, if finite."""
         if self.rates.compared is None:
-            done = [trial for trial in map(self.history.trial, (self.default, best)) if not trial.skipped]
-            self.finder.trials |= {(trial.setting, None): trial for trial in done}
-        for label, rate in [("given", None), *others]:
-            if rate is not None and not math.isfinite(rate):
-                continue
-            for source in [self.finder, self.guess] if rate is None else [self.guess or self.finder]:
-                if source is None:
-                    continue
-                try:
-                    pair = [await source.trial(setting, rate) for setting in (self.default, best)]
-                except OutOfTimeError:
-                    continue
-                row_rate = rate if rate is not None else given
-                self.rates.rows.append(RateRow(label, row_rate or 0.0, pair[0], pair[1], source is self.guess))
-                break
+            done = [setting for setting in (self.default, best) if self.history.runs.get(setting)]
+            self.finder.trials |= {(setting, None): self.history.trial(setting) for setting in done}
+        rows: list[tuple[str, float | None]] = [("given", None)]
+        if unit and math.isfinite(unit):
+            rows += [(f"{multiple:g} x {name}", multiple * unit) for multiple in multiples]
+        for label, rate in rows:
+            source = self.finder if rate is None else self.guess or self.finder
+            with suppress(OutOfTimeError):
+                pair = [await source.trial(setting, rate) for setting in (self.default, best)]
+                self.rates.rows.append(RateRow(label, rate or self.rates.given, pair[0], pair[1], source is self.guess))
 
     def _note_alike(self, best: Trial) -> None:
         """Say so if the load does not tell the settings apart, so that the default stays."""
-        contenders = self.history.contenders()
-        if best.setting == self.default and len(contenders) > 1:
-            level = self.history.ranking().level(list(contenders))
-            if len(level) == len(contenders):
-                self.notes.append(
-                    "the load is too light to tell the settings apart, so the default stays; give a higher "
-                    "--request-rate, more requests (--num-prompts) or tighter SLOs"
-                )
+        contenders = list(self.history.contenders())
+        if best.setting != self.default or len(contenders) < 2:
+            return
+        if self.history.ranking().level(contenders) == contenders:
+            self.notes.append(
+                "the load is too light to tell the settings apart, so the default stays; give a higher --request-rate, "
+                "more requests (--num-prompts) or tighter SLOs"
+            )
 
     def _worse(self, row: RateRow) -> bool:
-        """Return whether, at a rate up to its knee, the choice meets the SLOs for fewer requests than the default."""
-        knee = self.rates.best.met
-        if row.predicted or (knee is not None and row.rate > knee):
+        """Return whether, at a rate up to its knee, the choice has less goodput than the default."""
+        past = row.rate is not None and self.rates.best.met is not None and row.rate > self.rates.best.met
+        if row.predicted or past:
             return False
-        by_rate = row.label == "given" and self.load.closed
-        default, best = (t.goodput_rps if by_rate else t.attainment.get("all") for t in (row.default, row.best))
-        return default is not None and (best or 0.0) < _LEAST_GOOD * default
+        return (row.best.goodput_rps or 0.0) < _LEAST_GOOD * (row.default.goodput_rps or 0.0)

@@ -22,7 +22,7 @@ from llmsched.cli.tune.resume import state_path
 from llmsched.cli.tune.trials import Goal
 from llmsched.cli.tune.tune_report import as_json, make_profile, page, say_profile, show
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
-from llmsched.cli.values import duration
+from llmsched.cli.values import duration, server_url
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
@@ -154,7 +154,7 @@ def tune(
         raise LlmschedError(
             f"--min-num-batched-tokens {min_num_batched_tokens} is above --max-num-batched-tokens {largest}"
         )
-    if model is not None and model.startswith(("http://", "https://")):
+    if model is not None and server_url(model) is not None:
         raise LlmschedError(
             f"{model}: cannot tune a running server, because its settings cannot be changed from here; name the "
             "model that it serves instead"
@@ -168,7 +168,7 @@ def tune(
         goal=maximize,
         knobs=_knobs(knobs, engine_options),
         timeout=load_options.timeout,
-        rounds=(rounds or _ROUNDS) if simulate is None else 1,
+        rounds=rounds or _ROUNDS,
         time_limit=time_limit,
         smallest=min_num_batched_tokens,
         destination=_destination(output, name, simulate),
@@ -181,8 +181,9 @@ def tune(
     _announce(task, writes, asks)
     outcome = _run(task, simulate)
     best, written = outcome.history.best(), None
-    if best is not None and asks:
+    if not as_json_:
         show(outcome, definitions=definitions)
+    if best is not None and asks:
         writes = typer.confirm(f"write these settings to {task.destination}?", default=True, err=True)
     if best is not None and writes:
         try:
@@ -195,8 +196,6 @@ def tune(
     if as_json_:
         render.emit_json(as_json(outcome, written))
     else:
-        if best is None or not asks:
-            show(outcome, definitions=definitions)
         say_profile(outcome, written)
     if best is None:
         raise typer.Exit(1)

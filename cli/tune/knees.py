@@ -7,7 +7,7 @@ settings at the knee of the default, and then raises the rate until the last of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -16,7 +16,7 @@ from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import AtRate, OutOfTimeError, RateRunner, attempt
+from llmsched.cli.tune.race import OutOfTimeError, TrialRunner, attempt
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import Trial, judge
 from llmsched.engine.errors import ConfigError
@@ -29,12 +29,8 @@ ATTAINMENT = 0.95
 SIMULATED_TOLERANCE, MEASURED_TOLERANCE = 0.04, 0.15
 #: A run at a rate lasts at least this many times the SLO on TTFT or E2E, so that a growing backlog shows.
 _BACKLOG = 5.0
-#: A rate at which any run that can be lengthened is.
-_MANY_PER_S = 1e9
-#: Rates tried are this many times below and above the given one at most.
-_RANGE = 1024.0
-#: A run whose requests are sent within this share of the E2E latency sends them practically at once.
-_AT_ONCE = 0.1
+#: A search ends if the SLOs are met even at this many times the rate at which it started.
+_RANGE = 256.0
 #: Rates at which the default and the choice are compared, as multiples of the knee or of the given rate.
 OF_KNEE, OF_GIVEN = (0.5, 0.8, 1.0, 1.2), (1.5, 2.0)
 
@@ -54,10 +50,13 @@ class KneeBounds:
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """The default and the chosen setting at one request rate. `predicted` figures come from a cost model."""
+    """The default and the chosen setting at one request rate (None: the given load, which has no single rate).
+
+    `predicted` figures come from a cost model.
+    """
 
     label: str
-    rate: float
+    rate: float | None
     default: Trial
     best: Trial
     predicted: bool
@@ -79,34 +78,17 @@ class RateReport:
     rows: list[RateRow] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """RateRunner whose runs are the predictions of another runner. Without a cost model it raises OutOfTimeError."""
-
-    runner: RateRunner
-
-    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        found = self.runner.predict([setting], requests, rate)
-        if setting not in found:
-            raise OutOfTimeError
-        return found[setting]
-
-    def predict(
-        self, settings: Sequence[Setting], requests: int, rate: float | None = None
-    ) -> Mapping[Setting, TrialRun]:
-        return {}
-
-
 class KneeFinder:
     """Runs of settings at request rates, one for each setting and rate, and the knees that follow from them.
 
     A run sends `requests` requests, or as many more as it takes to show a backlog within `longest` seconds. `runs` and
-    `trials` map a setting and a rate (None: the given load) to the run and its result.
+    `trials` map a setting and a rate (None: the given load) to the run and its result. With `predicted`, the runs are
+    those that the runner's cost model predicts.
     """
 
     def __init__(
         self,
-        runner: RateRunner,
+        runner: TrialRunner,
         load: Load,
         slo: Slo,
         *,
@@ -114,6 +96,7 @@ class KneeFinder:
         longest: float,
         tolerance: float,
         progress: Progress,
+        predicted: bool = False,
     ) -> None:
         self.tolerance = tolerance
         self.runs: dict[tuple[Setting, float | None], TrialRun] = {}
@@ -121,6 +104,7 @@ class KneeFinder:
         self.out_of_time = False
         self._runner, self._load, self._slo = runner, load, slo
         self._requests, self._longest, self._progress = requests, longest, progress
+        self._predicted = predicted
         self._rounds = count()
 
     def requests(self, rate: float | None) -> int:
@@ -135,20 +119,29 @@ class KneeFinder:
         return max(self._requests, math.ceil(rate * seconds))
 
     async def trial(self, setting: Setting, rate: float | None, round_index: int = 0) -> Trial:
-        """Return the result of a setting at a rate, from a run if there is none yet. Raises OutOfTimeError."""
+        """Return the result of a setting at a rate. If there is none yet, run the setting.
+
+        Raises OutOfTimeError if the time limit ends the run or if there is no prediction.
+        """
         if (known := self.trials.get((setting, rate))) is None:
-            run = await attempt(AtRate(self._runner, rate), setting, self.requests(rate), round_index)
+            requests = self.requests(rate)
+            run: TrialRun | None
+            if self._predicted:
+                run = self._runner.predict([setting], requests, rate).get(setting)
+            else:
+                run = await attempt(self._runner, setting, requests, round_index, rate)
+            if run is None:
+                raise OutOfTimeError
             self.runs[setting, rate] = run
             known = self.trials[setting, rate] = judge(setting, [run], self._slo)
         return known
 
-    async def climb(
-        self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0, high: float = math.inf
-    ) -> list[Setting]:
+    async def climb(self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0) -> list[Setting]:
         """Change the rate until none of the settings meets the SLOs; return those that met them at the highest rate.
 
-        A setting that misses an SLO at a rate that another meets is not run at higher rates. `factor` is the first step
-        between rates. The result is empty if no setting meets the SLOs even at `low`, or if time was up before.
+        The search starts at the rate `start`. `factor` is the first step between rates. A setting that misses an SLO at
+        a rate that another meets is not run at higher rates. The result is empty if no setting meets the SLOs even at
+        `low`, or if time was up before.
         """
         alive, best = list(settings), list[Setting]()
 
@@ -161,10 +154,10 @@ class KneeFinder:
                 alive = best = met
             return float(bool(met))
 
-        high = max(low, min(high, _RANGE * low))
-        start = min(max(start, low), high)
+        start = max(start, low)
+        goal = KneeGoal(low, _RANGE * start, ATTAINMENT, self.tolerance, start, factor, repeat=False)
         try:
-            await find_knee(met_at, KneeGoal(low, high, ATTAINMENT, self.tolerance, start, factor, repeat=False))
+            await find_knee(met_at, goal)
         except OutOfTimeError:
             self.out_of_time = True
         return best
@@ -175,13 +168,6 @@ class KneeFinder:
         missed = min((rate for rate, is_met in met.items() if not is_met), default=None)
         known = [rate for rate, is_met in met.items() if is_met and (missed is None or rate < missed)]
         return KneeBounds(max(known, default=None), missed)
-
-    def highest_rate(self, given: Trial) -> float:
-        """Return the rate at which a load that cannot be lengthened is practically sent at once."""
-        e2e = given.latencies["e2e"].mean
-        if self.requests(_MANY_PER_S) > self._requests or not e2e or self._load.duration is not None:
-            return math.inf
-        return self._requests / (_AT_ONCE * e2e)
 
 
 def scalable(load: Load) -> bool:
@@ -202,10 +188,8 @@ def given_rate(load: Load, served: Trial) -> float | None:
         return None
     if load.closed:
         return served.requests_per_s
-    if load.process is not None:
-        return load.process.mean_rate
-    if load.at_once:
-        return math.inf
+    if load.asked_rate is not None:
+        return load.asked_rate
     offsets = [request.offset for request in load.plan(COMMON_IDS, WordEncoder(COMMON_IDS))]
     lasts = max(offsets, default=0.0)
     return (len(offsets) - 1) / lasts if lasts > 0 else math.inf

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from llmsched.cli.tune.knobs import Setting
@@ -39,45 +38,31 @@ class OutOfTimeError(Exception):
 
 
 class TrialRunner(Protocol):
-    """Interface of a runner, which serves a load with a given setting and returns the figures."""
+    """Interface of a runner, which serves a load with a given setting and returns the figures.
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        """Serve the first `requests` requests of a round. Any exception means that the setting does not work."""
+    `rate` is the request rate at which the load is sent; None sends it as it is (see `TrialLoad.at_rate`).
+    """
+
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+        """Serve the first `requests` requests of a round. Raises OutOfTimeError if the time limit ends the run.
+
+        Any other exception means that the setting does not work.
+        """
         ...
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]:
         """Return the runs that a cost model predicts for the settings, or an empty mapping if there is no model yet."""
         ...
 
 
-class RateRunner(TrialRunner, Protocol):
-    """TrialRunner that can also send its load at another request rate (None: as it is), see `TrialLoad.at_rate`."""
-
-    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun: ...
-
-    def predict(
-        self, settings: Sequence[Setting], requests: int, rate: float | None = None
-    ) -> Mapping[Setting, TrialRun]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class AtRate:
-    """TrialRunner that sends the load of another runner at one request rate."""
-
-    runner: RateRunner
-    rate: float | None
-
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-        return await self.runner.run(setting, requests, round_index, self.rate)
-
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
-        return self.runner.predict(settings, requests, self.rate)
-
-
-async def attempt(runner: TrialRunner, setting: Setting, requests: int, round_index: int) -> TrialRun:
-    """Run a setting. If the runner raises an exception, return a failed run instead."""
+async def attempt(
+    runner: TrialRunner, setting: Setting, requests: int, round_index: int, rate: float | None = None
+) -> TrialRun:
+    """Run a setting. If the runner raises an exception other than OutOfTimeError, return a failed run instead."""
     try:
-        return await runner.run(setting, requests, round_index)
+        return await runner.run(setting, requests, round_index, rate)
     except OutOfTimeError:
         raise
     except Exception as problem:
@@ -94,8 +79,9 @@ class Race:
     """Race of settings over several rounds. Every run is added to `history`.
 
     `lengths` are the possible lengths of a round in requests, ascending. The best settings run at the last length up to
-    `repeats` times. After the first round, a round starts only if it is expected to end within `time_limit` seconds.
-    `on_run(stage, done, total)` reports the requests of a stage that were sent.
+    `repeats` times, or once if runs are exact. The load is sent at `rate` (None: as it is). After the first round, a
+    round starts only if it is expected to end within `time_limit` seconds. `on_run(stage, done, total)` reports the
+    requests of a stage that were sent.
     """
 
     def __init__(
@@ -106,13 +92,14 @@ class Race:
         repeats: int,
         time_limit: float = math.inf,
         on_run: Callable[[str, int, int], None] = lambda stage, done, total: None,
+        rate: float | None = None,
     ) -> None:
         self.history = history
         self.full = lengths[-1]
         self.out_of_time = False
         self.disturbed_rounds = 0
-        self._runner = runner
-        self._lengths, self._repeats, self._time_limit = lengths, repeats, time_limit
+        self._runner, self._rate = runner, rate
+        self._lengths, self._repeats, self._time_limit = lengths, 1 if history.exact else repeats, time_limit
         self._on_run = on_run
         self._now = asyncio.get_running_loop().time
         self._start = self._now()
@@ -191,7 +178,7 @@ class Race:
         while left:
             if prune and len(self.history.worked()) >= 2:
                 measured, prune = self.history.worked(), False
-                predicted = self._runner.predict(list(dict.fromkeys([*measured, *settings])), requests)
+                predicted = self._runner.predict(list(dict.fromkeys([*measured, *settings])), requests, self._rate)
                 out = hopeless([setting for setting in left if setting not in measured], predicted, self.history)
                 self.history.skipped |= out
                 left = [setting for setting in left if setting not in out]
@@ -216,9 +203,7 @@ class Race:
                 return known[0]
         start = self._now()
         try:
-            if self._pace and start >= self._start + self._time_limit:
-                raise OutOfTimeError
-            run = await attempt(self._runner, setting, requests, round_index)
+            run = await attempt(self._runner, setting, requests, round_index, self._rate)
         except OutOfTimeError:
             self.out_of_time = True
             return None

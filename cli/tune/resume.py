@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import AtRate, OutOfTimeError, RateRunner, attempt
+from llmsched.cli.tune.race import OutOfTimeError, TrialRunner, attempt
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.toml_files import read_file
@@ -31,7 +31,7 @@ class ResumableRunner:
 
     def __init__(
         self,
-        runner: RateRunner,
+        runner: TrialRunner,
         path: Path,
         about: Mapping[str, Any],
         *,
@@ -60,7 +60,7 @@ class ResumableRunner:
             return known.popleft()
         try:
             async with asyncio.timeout_at(self._deadline):
-                run = await attempt(AtRate(self._runner, rate), setting, requests, round_index)
+                run = await attempt(self._runner, setting, requests, round_index, rate)
         except TimeoutError:
             raise OutOfTimeError from None
         self._keep({"run": asdict(run), "rate": rate})

@@ -12,6 +12,8 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+import psutil
+
 from llmsched.cli.figures.kv_memory import KVMeter
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import RunRecord
@@ -86,6 +88,7 @@ class EngineRunner:
         self._engine: AsyncEngine | None = None
         self._watch: StepWatch | None = None
         self._warm: set[Setting] = set()
+        self._process = psutil.Process()
 
     async def engine(self) -> AsyncEngine:
         """Return the engine. Build it on the first call and after it has failed. Raises ModelError and ConfigError."""
@@ -124,7 +127,7 @@ class EngineRunner:
             self._warm.add(setting)
         await engine.call(lambda core: core.prefixes.reset())
         self._watch.peak_running = 0
-        used = CpuTimes.now()
+        others_cpu(self._process)
         figures = await run_workload(
             target,
             work.load.with_seed(work.load.seed + round_index),
@@ -136,7 +139,7 @@ class EngineRunner:
         )
         seconds = asyncio.get_running_loop().time() - start
         run = run_of(setting, round_index, requests, figures, self._watch.peak_running, seconds)
-        return replace(run, others_cpu=used.others_until(CpuTimes.now()))
+        return replace(run, others_cpu=others_cpu(self._process))
 
     def predict(
         self, settings: Sequence[Setting], requests: int, rate: float | None = None
@@ -211,26 +214,11 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
     return run_of(setting, 0, requests, figures, peak_running, time.perf_counter() - start)
 
 
-class CpuTimes(NamedTuple):
-    """CPU seconds so far: those of all cores, idle or not, the idle ones, and those that this process used."""
-
-    total: float
-    idle: float
-    own: float
-
-    @classmethod
-    def now(cls) -> CpuTimes:
-        import psutil
-
-        cores = psutil.cpu_times()
-        # Linux counts guests in user time as well.
-        total = sum(cores) - getattr(cores, "guest", 0.0) - getattr(cores, "guest_nice", 0.0)
-        return cls(total, cores.idle + getattr(cores, "iowait", 0.0), time.process_time())
-
-    def others_until(self, later: CpuTimes) -> float:
-        """Return the share of all CPU time until `later` that other processes used."""
-        total, idle, own = (after - before for after, before in zip(later, self, strict=True))
-        return max(0.0, total - idle - own) / total if total > 0 else 0.0
+def others_cpu(this: psutil.Process) -> float:
+    """Return the share of the machine's CPU time that processes other than `this` used since the last call."""
+    own: float = this.cpu_percent() / (psutil.cpu_count() or 1)
+    all_cores: float = psutil.cpu_percent()
+    return max(0.0, all_cores - own) / 100
 
 
 class StepWatch:

@@ -231,7 +231,7 @@ def _rate_tables(outcome: TuneOutcome) -> list[Table]:
     columns = ["", "requests/s", *(f"default {f}" for f in figures), *([] if same else [f"best {f}" for f in figures])]
     rows = []
     for row in outcome.rates.rows:
-        cells = [row.label + (" (predicted)" if row.predicted else ""), f"{row.rate:.3g}"]
+        cells = [row.label + (" (predicted)" if row.predicted else ""), _cell(row.rate, 1, digits=3)]
         for trial in [row.default] if same else [row.default, row.best]:
             if slo.given():
                 met = trial.attainment.get("all")
@@ -259,7 +259,7 @@ def _rates_json(rates: RateReport) -> dict[str, Any]:
         "rows": [
             {
                 "label": row.label,
-                "rate": row.rate if math.isfinite(row.rate) else None,
+                "rate": row.rate if row.rate is not None and math.isfinite(row.rate) else None,
                 "predicted": row.predicted,
                 "default": _trial_json(row.default),
                 "best": _trial_json(row.best),
@@ -363,6 +363,8 @@ def explain(history: TrialHistory) -> str:
     """Return a sentence that explains why the best setting was chosen, or why no setting was chosen."""
     trials, best = [trial for trial in history.trials() if not trial.skipped], history.best()
     settings = [trial.setting for trial in trials]
+    if not trials:
+        return "the time limit ended the first run, so nothing was measured; set a longer --time-limit"
     if best is None:
         alone, none = len(trials) == 1, f"none of the {len(trials)} settings"
         if (nearest := history.nearest_miss()) is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,17 +21,10 @@ from llmsched.cli.options.flags import flag
 from llmsched.cli.profiles.apply import device_table
 from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
 from llmsched.cli.tune.choice import Chooser, JudgedBy
-from llmsched.cli.tune.knees import (
-    MEASURED_TOLERANCE,
-    SIMULATED_TOLERANCE,
-    KneeFinder,
-    Predicted,
-    RateReport,
-    scalable,
-)
+from llmsched.cli.tune.knees import MEASURED_TOLERANCE, SIMULATED_TOLERANCE, KneeFinder, RateReport, scalable
 from llmsched.cli.tune.knob_search import SearchSpace
 from llmsched.cli.tune.knobs import KNOBS, Setting, largest_useful, powers_of_two
-from llmsched.cli.tune.race import AtRate, Race, RateRunner, rung_lengths
+from llmsched.cli.tune.race import OutOfTimeError, Race, TrialRunner, rung_lengths
 from llmsched.cli.tune.resume import ResumableRunner, state_path
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trial_runs import TrialRun
@@ -57,7 +52,7 @@ _LARGEST = {"cpu": 1024, "cuda": 8192}
 _LONGEST_SIMULATED, _RUNS_AT_RATES = 30.0, 12
 #: A run is disturbed if other processes used more than this share of the machine's CPU time.
 _BUSY_SHARE = 0.15
-#: Waiting requests allowed for loads that are made longer.
+#: Waiting requests allowed, for loads that are made longer.
 _QUEUE = 100_000
 
 #: Token budgets that do not fit into memory, each with the error.
@@ -208,7 +203,7 @@ async def _open_largest(
     useful = largest_useful(concurrency, load.longest_input)
     defaults = {
         "max_num_batched_tokens": max(task.smallest, DEFAULT_TOKEN_BUDGET[kind], min(_LARGEST[kind], useful)),
-        "max_queue_size": max(_QUEUE if task.by_knee else 2048, load.num_requests),
+        "max_queue_size": max(_QUEUE, load.num_requests),
     }
     config, refused = task.options.config(task.model, defaults), Refused()
     while True:
@@ -232,7 +227,7 @@ async def _open_largest(
 
 
 async def _search(
-    outcome: TuneOutcome, config: ResolvedConfig, refused: Refused, runner: RateRunner, progress: Progress
+    outcome: TuneOutcome, config: ResolvedConfig, refused: Refused, runner: TrialRunner, progress: Progress
 ) -> None:
     """Search with a runner whose engine has the settings of `config`, and fill in the outcome."""
     now = asyncio.get_running_loop().time
@@ -253,22 +248,21 @@ async def _search(
     lengths = rung_lengths(load.num_requests, load.max_concurrency or 1)
     longest = _LONGEST_SIMULATED if history.exact else task.time_limit / _RUNS_AT_RATES
     short = lengths[-1] if history.exact else lengths[-2:][0]
-
-    def finder(of: RateRunner, tolerance: float) -> KneeFinder:
-        return KneeFinder(of, load, task.slo, requests=short, longest=longest, tolerance=tolerance, progress=progress)
+    make_finder = partial(KneeFinder, resumable, load, task.slo, requests=short, longest=longest, progress=progress)
+    find = make_finder(tolerance=SIMULATED_TOLERANCE if history.exact else MEASURED_TOLERANCE)
+    guess = None if history.exact else make_finder(tolerance=SIMULATED_TOLERANCE, predicted=True)
 
     async def race(rate: float | None) -> Race:
         lengths = rung_lengths(max(load.num_requests, find.requests(rate)), load.max_concurrency or 1)
         if history.exact:
             # Short runs only save time, so if a simulation is fast enough, every setting runs in full.
-            pilot = await AtRate(resumable, rate).run(start, lengths[0], 0)
-            if pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= deadline - now():
-                lengths = lengths[-1:]
-        return Race(AtRate(resumable, rate), history, lengths, task.rounds, deadline - now(), progress)
+            with suppress(OutOfTimeError):
+                pilot = await resumable.run(start, lengths[0], 0, rate)
+                if pilot.seconds / lengths[0] * lengths[-1] * _ALL_RUNS <= deadline - now():
+                    lengths = lengths[-1:]
+        return Race(resumable, history, lengths, task.rounds, deadline - now(), progress, rate)
 
     space = SearchSpace(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused)
-    find = finder(resumable, SIMULATED_TOLERANCE if history.exact else MEASURED_TOLERANCE)
-    guess = None if history.exact else finder(Predicted(resumable), SIMULATED_TOLERANCE)
     chooser = Chooser(history, default, load, space, race, find, guess, outcome.rates, outcome.notes)
     history.chosen = await (chooser.by_knee() if task.by_knee else chooser.at_given())
     outcome.warnings += _busy(history.all_runs)

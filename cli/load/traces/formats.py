@@ -36,13 +36,13 @@ _TIMES = tuple(
     for unit in ("", *(f"_{unit}" for unit in UNITS))
 )
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_BODIES = ("body", "payload", "request")
-_PROMPTS = ("prompt", "text_input", "instruction", "question", "text", "input")
+BODIES = ("body", "payload", "request")
+PROMPTS = ("prompt", "text_input", "instruction", "question", "text", "input")
 _CONTEXTS = ("input", "context")
 _ANSWERS = ("completion", "response", "output", "answer")
 
 #: Names that a file of conversations may use for the turns of a conversation.
-_TALKS = ("conversations", "conversation", "items")
+TALKS = ("conversations", "conversation", "items")
 
 #: Speakers in a ShareGPT conversation -> their roles in the chat API. Early dumps also name other assistants.
 _ROLES = {
@@ -194,7 +194,7 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
     The prompt of a request is the conversation up to this message. Turns of tools and other speakers are left out and
     counted in `options.skipped`.
     """
-    name = next((name for name in _TALKS if name in row.values), _TALKS[0])
+    name = next((name for name in TALKS if name in row.values), TALKS[0])
     said = row.values.get(name)
     if not isinstance(said, list) or not all(isinstance(turn, dict) for turn in said):
         raise row.wrong(f'{name} is {shown(said)}; allowed is a list of {{"from": ..., "value": TEXT}}')
@@ -227,7 +227,7 @@ def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
     length of its answer. A last message of the assistant is the answer, unless max_tokens shows that the record is a
     request for another message.
     """
-    inner = next((row.values[name] for name in _BODIES if isinstance(row.values.get(name), dict)), None)
+    inner = next((row.values[name] for name in BODIES if isinstance(row.values.get(name), dict)), None)
     body = row if inner is None else row.inside(inner)
     if "embedding" in str(row.values.get("url")):
         raise row.wrong(f"url is {shown(row.values['url'])}; only requests that generate text can be sent")
@@ -242,7 +242,7 @@ def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
             *messages, last = messages
             answer = Content.of_messages([last]).text or json.dumps(last.get("tool_calls"))
         return [TraceRequest(row.line, 0.0, None, length, content=Content.of_messages(messages), answer=answer)]
-    name = next((name for name in _PROMPTS if name in given), "prompt")
+    name = next((name for name in PROMPTS if name in given), "prompt")
     prompt = given.get(name)
     if not isinstance(prompt, str) or prompt.strip().isdecimal():
         raise row.wrong(f"{name} is {shown(prompt)} and messages are missing; give messages, or prompt as text")

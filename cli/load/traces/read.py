@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmsched.cli.load.traces.formats import FORMATS, Format, FormatOptions, TraceFormat, has_lengths
+from llmsched.cli.load.traces.formats import (
+    BODIES,
+    FORMATS,
+    PROMPTS,
+    TALKS,
+    Format,
+    FormatOptions,
+    TraceFormat,
+    has_lengths,
+)
 from llmsched.cli.load.traces.rows import Row, TraceError, csv_header, first_line, json_objects, shown
 from llmsched.cli.load.traces.timestamps import Timestamp, TimestampUnit, offsets, read_timestamp
 from llmsched.cli.load.traces.trace import Trace, TraceRequest
@@ -140,17 +149,8 @@ _MARKS: tuple[tuple[TraceFormat, set[str]], ...] = (
     ("mooncake", {"text_input"}),
     ("mooncake", {"timestamp", "messages", "output_length"}),
     ("mooncake", {"timestamp", "payload"}),
-    ("sharegpt", {"conversations"}),
-    ("sharegpt", {"conversation"}),
-    ("sharegpt", {"items"}),
-    ("log", {"messages"}),
-    ("log", {"prompt"}),
-    ("log", {"body"}),
-    ("log", {"payload"}),
-    ("log", {"request"}),
-    ("log", {"instruction"}),
-    ("log", {"question"}),
-    ("log", {"text"}),
+    *(("sharegpt", {name}) for name in TALKS),
+    *(("log", {name}) for name in ("messages", *BODIES, *PROMPTS) if name != "input"),
     ("log", {"input", "output"}),
     ("log", {"input", "max_output_tokens"}),
 )

@@ -11,8 +11,9 @@ import pytest
 import typer
 from command_line import CommandLine, Outcome
 
+from llmsched.cli.tune import runners
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.runners import CpuTimes, EngineRunner
+from llmsched.cli.tune.runners import EngineRunner
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine import build
 from llmsched.engine.config import EngineConfig
@@ -105,7 +106,7 @@ def test_without_an_slo_nothing_is_written_unasked(
 
 def test_a_busy_machine_is_named(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     """U03: in the words of bench."""
-    monkeypatch.setattr(CpuTimes, "others_until", lambda self, later: 0.6)
+    monkeypatch.setattr(runners, "others_cpu", lambda this: 0.6)
     outcome = tune("--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "16")
     assert "runs may be too slow, because this machine was busy with other work, which used up to 60%" in outcome.err
 
@@ -203,8 +204,9 @@ def test_warning_if_the_load_takes_long_to_send(tune: Callable[..., Outcome]) ->
     assert "sending this load" not in tune(*slow).err
 
 
-def test_a_server_is_refused_with_the_reason(command: CommandLine) -> None:
-    outcome = command("tune", "http://localhost:8000")
+@pytest.mark.parametrize("server", ["http://localhost:8000", "localhost:8000", "[::1]:8000"])
+def test_a_server_is_refused_with_the_reason(command: CommandLine, server: str) -> None:
+    outcome = command("tune", server)
     assert outcome.code == 2
     assert "cannot tune a running server" in outcome.err
 

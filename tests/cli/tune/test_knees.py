@@ -26,6 +26,7 @@ from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import OutOfTimeError, Race
 from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
 from llmsched.cli.tune.trials import TrialHistory, judge
+from llmsched.cli.tune.tune_report import explain
 from llmsched.cli.tune.tuning import TuneTask, tune_simulated
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo
@@ -144,7 +145,7 @@ def test_the_report_shows_the_default_the_gain_and_the_distance(tune: Callable[.
 
 
 class Capacity:
-    """RateRunner whose settings meet the SLO up to a rate. A closed or slow load takes `seconds` of virtual time."""
+    """TrialRunner whose settings meet the SLO up to a rate. A closed or slow load takes `seconds` of virtual time."""
 
     def __init__(self, capacity: Mapping[Setting, float], seconds: float = 1.0, margin: float = 0.5) -> None:
         self.capacity, self.seconds, self.margin = capacity, seconds, margin
@@ -186,14 +187,7 @@ def chosen(machine: Capacity, load: Load = LOAD, time_limit: float = 10_000.0) -
         limited = Limited(machine.capacity)
 
         async def race(rate: float | None) -> Race:
-            class At:
-                async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
-                    return await limited.run(setting, requests, round_index, rate)
-
-                def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
-                    return {}
-
-            return Race(At(), history, (20,), 1, time_limit)
+            return Race(limited, history, (20,), 1, time_limit, rate=rate)
 
         finder = KneeFinder(limited, load, SLO, requests=20, longest=30.0, tolerance=0.04, progress=silent)
         space = SearchSpace(("max_num_batched_tokens",), budgets, DEFAULT, 8, 0.25)
@@ -244,7 +238,7 @@ def test_without_time_the_default_stays() -> None:
     assert chooser.history.trial(DEFAULT).completed
     nothing, chooser = chosen(machine, time_limit=5.0)
     assert nothing is None
-    assert "nothing was measured" in chooser.notes[0]
+    assert "nothing was measured; set a longer --time-limit" in explain(chooser.history)
 
 
 def test_runs_last_long_enough_to_show_a_backlog() -> None:

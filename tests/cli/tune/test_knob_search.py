@@ -119,7 +119,9 @@ def test_a_model_that_is_wrong_does_not_hide_the_only_good_setting() -> None:
     """The model is right at both ends and predicts that all settings between miss the SLO; only 128 meets it."""
 
     class Misled(SimulatedMachine):
-        def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+        def predict(
+            self, settings: Sequence[Setting], requests: int, rate: float | None = None
+        ) -> Mapping[Setting, TrialRun]:
             ends = (BUDGETS[0], BUDGETS[-1])
             itl = {s: 0.4 if s.max_num_batched_tokens in ends else 2.0 for s in settings}
             return {s: made_run(s, requests, 0, 100.0, itl[s]) for s in settings}
@@ -165,7 +167,7 @@ def test_knobs_that_cannot_matter_are_not_searched() -> None:
 
 def test_headroom_is_searched_where_kv_is_scarce() -> None:
     class Scarce(SimulatedMachine):
-        async def run(self, setting: Setting, requests: int, round_index: int):  # type: ignore[no-untyped-def]
+        async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None):  # type: ignore[no-untyped-def]
             return replace(await super().run(setting, requests, round_index), demand=PeakDemand(1, 0.95, True))
 
     surface = Scarce(lambda s: 100.0 * (1 + s.headroom), noise=0.0)
@@ -214,7 +216,7 @@ def test_a_round_under_which_the_machine_changed_is_run_again() -> None:
 
 def test_when_everything_breaks_every_setting_has_been_tried() -> None:
     class Broken(SimulatedMachine):
-        async def run(self, setting: Setting, requests: int, round_index: int):  # type: ignore[no-untyped-def]
+        async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None):  # type: ignore[no-untyped-def]
             raise RuntimeError(f"no {setting.max_num_batched_tokens}")
 
     history, notes = searched(Broken(lambda s: 1.0))
@@ -227,7 +229,7 @@ def test_a_setting_that_misses_the_slo_in_full_is_replaced_by_the_next() -> None
     """The two fastest meet the SLO in short runs only."""
 
     class Late(SimulatedMachine):
-        async def run(self, setting: Setting, requests: int, round_index: int):  # type: ignore[no-untyped-def]
+        async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None):  # type: ignore[no-untyped-def]
             self.log.append((setting, requests, round_index))
             slow = setting.max_num_batched_tokens >= 512 and requests == FULL
             rate = 100.0 + 0.05 * setting.max_num_batched_tokens

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from fakes import Harness, make_request, tokens
 
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.runners import CpuTimes, EngineRunner, StepWatch, TrialLoad
+from llmsched.cli.tune.runners import EngineRunner, StepWatch, TrialLoad, others_cpu
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape
@@ -45,11 +46,13 @@ def test_what_steps_cost_is_learned() -> None:
     assert StepWatch(Harness(8)).cost() is None  # type: ignore[arg-type]
 
 
-def test_the_share_of_other_processes() -> None:
-    """In 10 s, two cores have 20 s: 8 s were idle, 7 s were this process's, so 5 s were others'."""
-    assert CpuTimes(100.0, 50.0, 3.0).others_until(CpuTimes(120.0, 58.0, 10.0)) == pytest.approx(0.25)
-    assert CpuTimes(1.0, 1.0, 1.0).others_until(CpuTimes(1.0, 1.0, 1.0)) == 0.0
-    assert CpuTimes.now().total > CpuTimes.now().idle
+@pytest.mark.parametrize(("own", "others"), [(70.0, 0.25), (0.0, 0.6), (130.0, 0.0)])
+def test_the_share_of_other_processes(monkeypatch: pytest.MonkeyPatch, own: float, others: float) -> None:
+    """Two cores are 60 % busy; `own` is this process's use in percent of one core."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda: 60.0)
+    monkeypatch.setattr(psutil.Process, "cpu_percent", lambda self: own)
+    assert others_cpu(psutil.Process()) == pytest.approx(others)
 
 
 def test_the_most_requests_in_one_step_are_counted() -> None:

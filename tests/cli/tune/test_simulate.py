@@ -140,6 +140,13 @@ def test_a_search_is_not_resumed_with_another_engines_step_times(
     assert tune("--output", "one", "--resume").code == 0
 
 
+@pytest.mark.parametrize("rate", ["given", "knee"])
+def test_a_limit_too_short_for_one_run_is_said(tune: Callable[..., Outcome], rate: str) -> None:
+    outcome = tune("--time-limit", "1ms", "--rate", rate)
+    assert outcome.code == 1
+    assert "nothing was measured; set a longer --time-limit" in outcome.out
+
+
 def test_the_same_search_gives_the_same(tune: Callable[..., Outcome]) -> None:
     def without_clock(report: dict[str, object]) -> dict[str, object]:
         return {name: value for name, value in report.items() if name not in ("duration_s", "notes")}

@@ -43,11 +43,13 @@ class Scripted:
         self.outcomes = outcomes
         self.log: list[tuple[Setting, int]] = []
 
-    async def run(self, setting: Setting, requests: int, round_index: int) -> TrialRun:
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
         self.log.append((setting, round_index))
         return run_of(setting, round_index, requests, self.outcomes[setting](round_index))
 
-    def predict(self, settings: Sequence[Setting], requests: int) -> Mapping[Setting, TrialRun]:
+    def predict(
+        self, settings: Sequence[Setting], requests: int, rate: float | None = None
+    ) -> Mapping[Setting, TrialRun]:
         return {}
 
 
