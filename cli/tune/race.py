@@ -203,6 +203,8 @@ class Race:
                 return known[0]
         start = self._now()
         try:
+            if self._pace and start >= self._start + self._time_limit:
+                raise OutOfTimeError
             run = await attempt(self._runner, setting, requests, round_index, self._rate)
         except OutOfTimeError:
             self.out_of_time = True

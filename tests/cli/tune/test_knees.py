@@ -133,7 +133,7 @@ def test_exactly_the_given_load_and_what_comes_beyond(tune: Callable[..., Outcom
 
 
 def test_the_report_shows_the_default_the_gain_and_the_distance(tune: Callable[..., Outcome], tmp_path: Path) -> None:
-    outcome = tune("--report", str(tmp_path / "r.html"))
+    outcome = tune("--report", str(tmp_path / "r.html"), "--min-num-batched-tokens", "1024")
     for text in (outcome.out, (tmp_path / "r.html").read_text()):
         assert "requests/s, the default" in text
         assert "by request rate" in text

@@ -26,6 +26,7 @@ from llmsched.profiles.tuned import list_profiles, load_profile
 CONFIG = Path(__file__).parents[2] / "data" / "model_configs" / "meta-llama--Meta-Llama-3.1-8B_config.json"
 LOAD_FLAGS = ("--num-prompts", "40", "--input-len", "400", "--output-len", "30", "--request-rate", "20")
 SLO_FLAGS = ("--slo-ttft", "200ms", "--slo-itl", "30ms")
+FEW = ("--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "512")
 LOAD = SyntheticLoad(num_prompts=40, input_len=400, output_len=30, request_rate=20.0)
 SLO = Slo(ttft=1.0, itl=0.03)
 
@@ -133,11 +134,11 @@ def test_a_search_is_not_resumed_with_another_engines_step_times(
 
     with monkeypatch.context() as patch:
         patch.setattr(runners, "simulated_run", interrupted)
-        assert tune("--output", "one").code == 130
-    outcome = tune("--output", "one", "--resume", "--simulate", "h100:vllm")
+        assert tune("--output", "one", *FEW).code == 130
+    outcome = tune("--output", "one", "--resume", "--simulate", "h100:vllm", *FEW)
     assert outcome.code == 2
     assert "another cost of steps" in outcome.err
-    assert tune("--output", "one", "--resume").code == 0
+    assert tune("--output", "one", "--resume", *FEW).code == 0
 
 
 @pytest.mark.parametrize("rate", ["given", "knee"])
@@ -151,7 +152,7 @@ def test_the_same_search_gives_the_same(tune: Callable[..., Outcome]) -> None:
     def without_clock(report: dict[str, object]) -> dict[str, object]:
         return {name: value for name, value in report.items() if name not in ("duration_s", "notes")}
 
-    arguments = ("--json", "--no-warm-start", "--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "512")
+    arguments = ("--json", "--no-warm-start", *FEW)
     assert without_clock(tune(*arguments).json) == without_clock(tune(*arguments).json)
 
 
