@@ -79,7 +79,10 @@ def same_gpu(one: str, other: str) -> bool:
 
 @cache
 def _spellings() -> dict[str, set[str]]:
-    """Return for each GPU, by key, all words in its names and its memory in GB as vendors round it ("24gb")."""
+    """Return the words that may describe each GPU: all words of its names, and its memory as vendors round it ("24gb").
+
+    The keys are those of gpus.toml.
+    """
     return {
         spec.key: _words(f"{spec.key} {spec.name} {spec.driver_name} {-(-spec.memory // 2**33) * 8}gb")
         for spec in gpus().values()

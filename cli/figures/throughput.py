@@ -76,10 +76,10 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
 
 
 def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
-    """Return the rate from the first arrival in `window` to the end of `window`.
+    """Return the tokens, or the requests, per second from the first arrival in `window` to the end of `window`.
 
-    This time must be at least STEADY_SHARE of the run. If it is shorter, or if `window` is None, use `whole` in place
-    of `window`. Return None if the time in `whole` is too short as well.
+    If that interval is shorter than STEADY_SHARE of the run, or `window` is None, measure within `whole` instead.
+    Return None if the interval in `whole` is too short as well.
     """
     for low, high in (whole,) if window is None else (window, whole):
         # 1e-9 allows for rounding of times that were summed in another order.

@@ -31,7 +31,11 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 class Ranking:
-    """Ranking of settings by `effects`: the logarithms of scores without the effect of the rounds (-inf for 0)."""
+    """Ranking of settings by `effects`.
+
+    The effect of a setting is the logarithm of its score after differences between rounds are removed; -inf for a
+    score of 0.
+    """
 
     def __init__(
         self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False

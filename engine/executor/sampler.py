@@ -70,9 +70,9 @@ class Sampler:
 
 
 def result_of(token: int, raw_best: float, best: float) -> RowResult:
-    """Return a result with `token`, or with an error if the best logit is not finite.
+    """Return a result with `token`, or with an error if `raw_best` or `best` is not finite.
 
-    `raw_best` is the best logit before LogitEditor changed the logits, `best` the best logit afterwards.
+    These are the largest logits before and after LogitEditor changed the logits.
     """
     if not math.isfinite(raw_best):
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")

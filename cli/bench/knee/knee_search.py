@@ -65,10 +65,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Result of a search. `rate` is the highest rate that met the KneeGoal, below every rate that missed the goal.
+    """Result of a search.
 
-    `missed` is the lowest rate that missed it. `rate` is None if the lowest rate of the goal missed it, `missed` is
-    None if no rate did. A rate that was tried twice is judged by its mean attainment.
+    `missed` is the lowest rate that missed the KneeGoal, or None if every rate met it. `rate` is the highest rate below
+    `missed` that met the goal, or None if even the lowest rate missed it. A rate that was tried twice is judged by its
+    mean attainment.
     """
 
     verdict: Verdict
