@@ -174,7 +174,7 @@ async def _stopped_or_died(stop: asyncio.Event, engine: AsyncEngine, serving: as
                 return True
             engine.diagnose()
             await asyncio.wait({stopped, serving}, timeout=_HEALTH_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-        return False
+        return not engine.healthy
     finally:
         stopped.cancel()
 
