@@ -12,7 +12,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.server_client import DEFAULT_URL, KeyOption, UrlOption, checked, server_client
 from llmsched.cli.targets.sse import EventParser
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import LlmschedError, check_range
 
 if TYPE_CHECKING:
     import httpx
@@ -27,8 +27,10 @@ def chat(
     ] = None,
     url: UrlOption = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Randomness; 0 takes the most likely token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, max=1 << 31, help="Most tokens of an answer.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Randomness, 0 to 2; 0 takes the most likely token.")
+    ] = None,
     api_key: KeyOption = None,
 ) -> None:
     """Talk to the model of a running server. Answers appear as they are generated.
@@ -39,6 +41,8 @@ def chat(
       llmsched chat "Name three rivers." --temperature 0
       llmsched chat --url http://gpu-box:8000 --system "Answer in French."
     """
+    if temperature is not None:
+        check_range("temperature", temperature, 0 <= temperature <= 2, "0 to 2")
     options = {"max_tokens": max_tokens, "temperature": temperature}
     fields = {name: value for name, value in options.items() if value is not None}
     start = [] if system is None else [{"role": "system", "content": system}]

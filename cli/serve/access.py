@@ -98,9 +98,10 @@ def checked_key(option: str, key: str | None) -> str | None:
     return key
 
 
-def is_loopback(listener: socket.socket) -> bool:
-    """Return whether only programs of this machine can connect to the listener."""
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+def are_loopback(listeners: Collection[socket.socket]) -> bool:
+    """Return True if only programs of this machine can connect to the listeners."""
+    names = (listener.getsockname()[0].partition("%")[0] for listener in listeners)
+    return all(ipaddress.ip_address(name).is_loopback for name in names)
 
 
 def _has_key(request: Request, *keys: str | None) -> bool:

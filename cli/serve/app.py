@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +23,7 @@ from llmsched.cli.serve.http_body import EventStream, read_body, until_disconnec
 from llmsched.cli.serve.limits import HttpLimits
 from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
-from llmsched.cli.serve.preparation_turns import SMALL_BYTES, PreparationTurns
+from llmsched.cli.serve.preparation_turns import PreparationTurns
 from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import (
     CLASS_HEADER,
@@ -32,21 +31,21 @@ from llmsched.cli.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    Schema,
+    ModelRequest,
     parse,
     priority_of,
 )
 from llmsched.cli.serve.tokenize_routes import tokenize_routes
 from llmsched.cli.timeline import timeline_body
-from llmsched.engine.core import Timeline
 from llmsched.engine.errors import EngineDeadError, LlmschedError
-from llmsched.engine.scheduler.ledger import MAX_REQUESTS
 from llmsched.engine.service import AsyncEngine
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R", bound=ModelRequest)
+G = TypeVar("G", bound=GenerationRequest)
 
-R = TypeVar("R", bound=GenerationRequest)
-S = TypeVar("S", bound=Schema)
+#: Bodies up to this size are parsed at once; larger ones take turns.
+_SMALL_BYTES = 64 << 10
 
 
 def build_app(
@@ -57,10 +56,9 @@ def build_app(
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine, has_key=access.api_key is not None))
     served = _ServedModel(engine, model_name, limits or HttpLimits())
-    counting = tokenize_routes(engine.core, served.turns, served.read, served.check_model)
-    for router in (_model_routes(engine, served), counting):
+    for router in (_model_routes(engine, served), tokenize_routes(engine.core, served.preparer, served.prepare)):
         app.include_router(router, dependencies=[Depends(access.client)])
-    administrative = prefix_cache_routes(engine, served.preparer, served.read, served.check_model)
+    administrative = prefix_cache_routes(engine, served.preparer, served.prepare)
     app.include_router(administrative, dependencies=[Depends(access.admin)])
 
     @app.exception_handler(LlmschedError)
@@ -81,6 +79,11 @@ def build_app(
     async def answer_disconnect(_: Request, __: ClientDisconnect) -> Response:
         """Return an answer with status 499. It reaches no client, because the client has disconnected."""
         return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def answer_failure(_: Request, error: Exception) -> Response:
+        """Answer an error in this program. Starlette raises it again, and RequestIds logs it."""
+        return api_error(error).response()
 
     return with_cors(app, access.cors_origins) if access.cors_origins else app
 
@@ -130,31 +133,25 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str) -> Response:
-        for name in (request_id, served.generation_ids.get(request_id)):
-            if name and (timelines := await _timelines(engine, name, served.limits.max_choices)):
-                return json_response({"id": name, "choices": [timeline_body(timeline) for timeline in timelines]})
-        raise ApiError(
-            404,
-            f"request {request_id[:200]!r} is unknown; the server remembers only its latest requests",
-            param="request_id",
-            code="request_not_found",
-        )
+        names = [request_id, *engine_ids(request_id, served.limits.max_choices)]
+        timelines, *of_prompts = await engine.call(lambda core: [core.explain(name) for name in names])
+        if not timelines:  # a request of several prompts: number the choices as in its answer
+            n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
+            timelines = [
+                replace(timeline, index=number * n + timeline.index)
+                for number, prompt in enumerate(of_prompts)
+                for timeline in prompt
+            ]
+        if not timelines:
+            raise ApiError(
+                404,
+                f"request {request_id[:200]!r} is unknown; the server remembers only its latest requests",
+                param="request_id",
+                code="request_not_found",
+            )
+        return json_response({"id": request_id, "choices": [timeline_body(timeline) for timeline in timelines]})
 
     return router
-
-
-async def _timelines(engine: AsyncEngine, name: str, max_choices: int) -> list[Timeline]:
-    """Return the timelines of a request's choices, numbered as in its answer; none if it is unknown."""
-    names = [name, *engine_ids(name, max_choices)]
-    timelines, *of_prompts = await engine.call(lambda core: [core.explain(name) for name in names])
-    if timelines:
-        return list(timelines)
-    n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
-    return [
-        replace(timeline, index=number * n + timeline.index)
-        for number, prompt in enumerate(of_prompts)
-        for timeline in prompt
-    ]
 
 
 class _ServedModel:
@@ -167,9 +164,7 @@ class _ServedModel:
         self._model_name = model_name
         self._writer = TokenWriter(engine.core.tokenizer)
         self._created = int(time.time())
-        self.turns = PreparationTurns()
-        #: Ids of answers by the X-Request-Id of their requests, as many as the engine remembers requests.
-        self.generation_ids: dict[str, str] = {}
+        self._turns = PreparationTurns()
 
     def card(self) -> dict[str, Any]:
         return {
@@ -190,53 +185,37 @@ class _ServedModel:
                 code="model_not_found",
             )
 
-    async def read(self, http: Request, schema: type[S]) -> tuple[S, int]:
-        """Return the request in the body and the size of the body in bytes. Raises RequestError and ApiError 413."""
+    async def prepare(self, http: Request, schema: type[R], steps: Callable[[R], Iterator[T]]) -> tuple[R, list[T]]:
+        """Return the request in the body and the items of `steps(request)`, which runs in threads.
+
+        Raises RequestError, ApiError 404 or 413, and ClientDisconnect, which ends `steps` early.
+        """
         body = await read_body(http, self.limits.max_body_size)
+        large = len(body) > _SMALL_BYTES
         max_values = MAX_VALUES + self._engine.core.config.max_model_len
 
-        def parsed() -> Iterator[S]:
+        def parsed() -> Iterator[R]:
             yield parse(schema, body, self.limits.max_choices, max_values)
 
-        small = len(body) <= SMALL_BYTES
-        (request,) = parsed() if small else await self.turns.collect(parsed(), len(body))
-        return request, len(body)
+        (request,) = await self._turns.collect(parsed(), large=True) if large else parsed()
+        self.check_model(request.model)
+        return request, await until_disconnect(http.receive, self._turns.collect(steps(request), large=large))
 
     async def answer(
         self,
         http: Request,
-        schema: type[R],
-        prepare: Callable[[R], Iterator[PreparedPrompt]],
-        make_format: Callable[[R, list[PreparedPrompt], TokenWriter], ChoiceFormat],
+        schema: type[G],
+        prepare: Callable[[G], Iterator[PreparedPrompt]],
+        make_format: Callable[[G, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
         """Return the answer to a request. A refused request gets an error status, even if it asks for a stream."""
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
-        try:
-            self._engine.check_queue()
-            request, body_bytes = await self.read(http, schema)
-            self.check_model(request.model)
-            priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
-
-            async def work() -> Response:
-                prompts = await self.turns.collect(prepare(request), body_bytes)
-                choice_format = make_format(request, prompts, self._writer)
-                request_id = http.state.request_id
-                generation = Generation(self._engine, choice_format, self._model_name, priority, request_id)
-                self._remember(request_id, generation.id)
-                if request.stream:
-                    return EventStream(generation.events(), generation.abort, self.limits.sse_keep_alive)
-                return json_response(await generation.whole())
-
-            return await until_disconnect(http.receive, work())
-        except (LlmschedError, ClientDisconnect):
-            raise
-        except Exception as error:
-            logger.exception("%s failed (X-Request-Id %s)", http.url.path, http.state.request_id)
-            return api_error(error).response()
-
-    def _remember(self, request_id: str, generation_id: str) -> None:
-        self.generation_ids.pop(request_id, None)
-        self.generation_ids[request_id] = generation_id
-        if len(self.generation_ids) > MAX_REQUESTS:
-            del self.generation_ids[next(iter(self.generation_ids))]
+        self._engine.check_queue()
+        request, prompts = await self.prepare(http, schema, prepare)
+        priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
+        choice_format = make_format(request, prompts, self._writer)
+        generation = Generation(self._engine, choice_format, self._model_name, priority, http.state.request_id)
+        if request.stream:
+            return EventStream(generation.events(), generation.abort, self.limits.sse_keep_alive)
+        return json_response(await until_disconnect(http.receive, generation.whole()))

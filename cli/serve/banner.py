@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from llmsched.cli import render
+from llmsched.cli.serve.home_page import commands_to_try
 from llmsched.engine.core import Engine
 from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
 from llmsched.engine.units import human_bytes
@@ -26,12 +27,8 @@ def show_start(
         host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
-    at = "" if url.endswith("127.0.0.1:8000") else f" --url {url}"
-    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    body = """{"messages": [{"role": "user", "content": "Hello"}]}"""
-    render.say(f"try:   llmsched chat{at}{' --api-key KEY' if has_key else ''}", wrap=False)
-    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-    render.say(f"or:    {curl}", wrap=False)
+    for label, command in zip(("try: ", "or:  "), commands_to_try(url, has_key=has_key), strict=True):
+        render.say(f"{label}  {command}", wrap=False)
 
 
 def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @with_options("limits", HttpLimits)
 def serve(
     model: ModelArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address or host name to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks any free port.")] = 8000,
     api_key: Annotated[
         str | None,
@@ -123,7 +123,7 @@ def serve(
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from llmsched.cli.profiles.apply import profile_warnings, store_ratios, with_profile
-    from llmsched.cli.serve.access import Access, checked_key, is_loopback
+    from llmsched.cli.serve.access import Access, are_loopback, checked_key
     from llmsched.cli.serve.detached_output import detached_output
     from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.middleware import read_origins
@@ -143,7 +143,7 @@ def serve(
             "pin_prefix", f"nothing can be pinned with {setting('enable_prefix_caching')} off; leave one of them out"
         )
     prefixes = read_prefixes(pin_prefix or [])
-    listener = listen(host, port)
+    listeners = listen(host, port)
     limits.connections()
     render.say(f"llmsched serve {config.model}")  # fails now, not after loading, if stdout cannot be written
 
@@ -159,18 +159,18 @@ def serve(
         pin_prefixes(engine, prefixes)
         name = served_model_name or engine.model.name
         hosts = frozenset(allowed_host or ()) | {host}
-        access = Access(api_key, admin_api_key, is_loopback(listener), hosts, origins)
+        access = Access(api_key, admin_api_key, are_loopback(listeners), hosts, origins)
         # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
         gc.collect()
         gc.freeze()
         asyncio.run(
-            _serve(engine, listener, name, access, limits, grace_period, step_timeout, status_interval, profile)
+            _serve(engine, listeners, name, access, limits, grace_period, step_timeout, status_interval, profile)
         )
 
 
 async def _serve(
     engine: Engine,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     name: str,
     access: Access,
     limits: HttpLimits,
@@ -202,10 +202,12 @@ async def _serve(
     code = await run(
         build_app(service, name, access, limits),
         service,
-        listener,
+        listeners,
         grace_s=grace_s,
         limits=limits,
-        on_ready=lambda: show_start(service.core, name, listener, has_key=access.api_key is not None, profile=profile),
+        on_ready=lambda: show_start(
+            service.core, name, listeners[0], has_key=access.api_key is not None, profile=profile
+        ),
         on_drain=on_drain,
     )
     if status:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 import time
-from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import httptools
 from pydantic_core import to_json
-from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from llmsched.cli.serve.api_errors import ApiError
 from llmsched.cli.serve.limits import HttpLimits
@@ -30,135 +27,62 @@ FREE_CHUNKS = 1024
 MIN_CHUNK_BYTES = 128
 #: After a refusal, the server discards the rest of the request for this long, so that the client reads the answer.
 _LINGER_S = 5.0
-_MAX_DISCARDED_BYTES = 64 << 20
 #: Connections above the limit that are still accepted, so that probes are answered while all others are busy.
 _SPARE = 16
-_ACCEPT_BATCH = 32
-#: Requests that are begun before the event loop turns to other work, such as probes and the tokens of streams.
+#: Requests that begin before the event loop turns to other work, such as probes and the tokens of streams.
 _REQUEST_BATCH = 8
-#: Pause after the process ran out of file descriptors or memory.
-_ACCEPT_PAUSE_S = 0.1
 _LOG_INTERVAL_S = 60.0
 _PROBES = frozenset({"/health", "/metrics"})
 
 
 class ConnectionPool:
-    """Accepted connections, at most `limit` and a few for probes.
+    """Open connections, at most as many as `limits` allows and a few for probes.
 
-    A connection waits while it has no request: `_new` have not sent one yet, `_idle` have. At the limit, the connection
-    that has waited longest makes room for a new one, new before idle.
+    `new` connections have not sent a request yet, `busy` ones wait for an answer, and `idle` ones have got theirs. At
+    the limit, the new connection that has waited longest makes room for another one, or else the idle one that has.
     """
 
-    def __init__(self, config: Config, state: ServerState, limits: HttpLimits) -> None:
+    def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
         self.limit = limits.connections()
-        self._config, self._state = config, state
-        self._new: dict[Connection, None] = {}
-        self._idle: dict[Connection, None] = {}
-        self._busy: set[Connection] = set()
-        self._openings: set[asyncio.Task[Any]] = set()
-        self._beginning: deque[asyncio.Future[None]] = deque()
-        self._listeners: set[socket.socket] = set()
+        self.new: dict[Connection, None] = {}
+        self.idle: dict[Connection, None] = {}
+        self.busy: dict[Connection, None] = {}
+        self.beginning = asyncio.Semaphore(_REQUEST_BATCH)
         self._last_log = -math.inf
-        self._loop = asyncio.get_running_loop()
-
-    def start(self, listener: socket.socket) -> None:
-        """Accept connections from `listener` until `stop`."""
-        self._listeners.add(listener)
-        self._loop.add_reader(listener.fileno(), self._accept, listener)
-
-    def stop(self) -> None:
-        """Accept no more connections."""
-        for listener in self._listeners:
-            self._loop.remove_reader(listener.fileno())
-        self._listeners.clear()
-
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_ACCEPT_BATCH):
-            try:
-                client, _ = listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no file descriptor is left: later connections wait in the kernel's backlog
-                self._log(f"cannot accept connections: {error.strerror or error}")
-                self._make_room()
-                self._loop.remove_reader(listener.fileno())
-                self._loop.call_later(_ACCEPT_PAUSE_S, self._resume, listener)
-                return
-            opening = self._loop.create_task(self._loop.connect_accepted_socket(self._connection, client))
-            self._openings.add(opening)
-            opening.add_done_callback(self._opened)
-
-    def _resume(self, listener: socket.socket) -> None:
-        if listener in self._listeners:
-            self.start(listener)
-
-    def _opened(self, opening: asyncio.Task[Any]) -> None:
-        self._openings.discard(opening)
-        if not opening.cancelled() and (error := opening.exception()) is not None:
-            logger.debug("a connection ended while it was opened: %s", error)
-
-    def _connection(self) -> Connection:
-        return Connection(self, config=self._config, server_state=self._state, app_state={}, _loop=self._loop)
 
     def add(self, connection: Connection) -> bool:
         """Add a new connection, and close a waiting one if there are too many. Return False if none is waiting."""
-        if self._open >= self.limit and not self._make_room() and self._open >= self.limit + _SPARE:
-            return False
-        self._new[connection] = None
+        num_open = len(self.new) + len(self.idle) + len(self.busy)
+        if num_open >= self.limit:
+            self._log(f"{num_open} connections are open; at most {self.limit} may be (max_connections)")
+            victim = next(iter(self.new or self.idle), None)
+            if victim is not None:
+                self.move(victim, None)
+                victim.transport.abort()
+            elif num_open >= self.limit + _SPARE:
+                return False
+        self.new[connection] = None
         return True
 
-    @property
-    def _open(self) -> int:
-        return len(self._new) + len(self._idle) + len(self._busy)
-
-    def _make_room(self) -> bool:
-        """Close the connection that has waited longest. Return False if none waits."""
-        victim = next(iter(self._new or self._idle), None)
-        self._log(f"{self._open} connections are open; at most {self.limit} may be (max_connections)")
-        if victim is None:
-            return False
-        self.remove(victim)
-        victim.transport.abort()
-        return True
+    def move(self, connection: Connection, to: dict[Connection, None] | None) -> None:
+        """Move a connection to `new`, `idle` or `busy`, or forget it if `to` is None."""
+        for each in (self.new, self.idle, self.busy):
+            each.pop(connection, None)
+        if to is not None:
+            to[connection] = None
 
     @property
     def overloaded(self) -> bool:
         """True if so many connections have a request that only probes are answered."""
-        return len(self._busy) > self.limit
+        return len(self.busy) > self.limit
 
-    def request_begins(self, connection: Connection) -> None:
-        """Mark a connection as busy."""
-        self.remove(connection)
-        self._busy.add(connection)
-
-    async def turn(self) -> None:
-        """Wait until the requests that came earlier have begun, a few in each round of the event loop."""
-        turn = self._loop.create_future()
-        self._beginning.append(turn)
-        if len(self._beginning) == 1:
-            self._loop.call_soon(self._begin_some)
-        await turn
-
-    def _begin_some(self) -> None:
-        for _ in range(min(_REQUEST_BATCH, len(self._beginning))):
-            turn = self._beginning.popleft()
-            if not turn.done():
-                turn.set_result(None)
-        if self._beginning:
-            self._loop.call_soon(self._begin_some)
-
-    def request_ended(self, connection: Connection) -> None:
-        """Mark a connection as waiting for its next request."""
-        if connection in self._busy:
-            self._busy.discard(connection)
-            self._idle[connection] = None
-
-    def remove(self, connection: Connection) -> None:
-        """Forget a connection."""
-        self._new.pop(connection, None)
-        self._idle.pop(connection, None)
-        self._busy.discard(connection)
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle errors of the event loop: log seldom that no connection can be accepted; asyncio tries it again."""
+        if "socket" in context and isinstance(error := context.get("exception"), OSError):
+            self._log(f"cannot accept connections: {error.strerror or error}")
+        else:
+            loop.default_exception_handler(context)
 
     def _log(self, message: str) -> None:
         """Log a warning, at most one per minute."""
@@ -183,42 +107,34 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._in_body = False
         self._head_bytes = self._body_bytes = self._num_chunks = 0
         self._refusal: ApiError | None = None
-        #: Bytes discarded since the connection was closed for writing; None while it is open.
-        self._discarded: int | None = None
+        #: True if the rest of the request is not parsed.
+        self._discards = False
 
     # -- called by the event loop -----------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._expect(self._limits.header_timeout)
         if not self._pool.add(self):
             self._refuse(_overloaded())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.remove(self)
-        self._discarded = 0
+        self._pool.move(self, None)
         for timer in (self._deadline, self._sending, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._discarded is not None:
-            self._discarded += len(data)
-            if self._discarded > _MAX_DISCARDED_BYTES:
-                self.transport.abort()
+        if self._discards:
             return
         self._head_bytes += len(data)
         try:
-            if self._refusal is None:
-                self.parser.feed_data(data)
+            self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
             self._ignore_upgrade(data[stop.args[0] :])
         except httptools.HttpParserError:
-            self._refusal = self._refusal or ApiError(400, "the request is not valid HTTP/1.1")
-            task = self.loop.create_task(self._refuse_in_turn(self._refusal))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self._refuse(self._refusal or ApiError(400, "the request is not valid HTTP/1.1"))
         else:
             if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
@@ -256,10 +172,10 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._in_head, self._in_body = False, True
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
             self._fail(_head_too_large())
-        self._pool.request_begins(self)
+        self._in_head, self._in_body = False, True
+        self._pool.move(self, self._pool.busy)
         super().on_headers_complete()
         self._expect(self._limits.body_timeout)
 
@@ -291,27 +207,47 @@ class Connection(HttpToolsProtocol):
         self._refusal = error
         raise error
 
+    # -- answers and endings ----------------------------------------------------------------------------------
+
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Run the application. An answer that comes before the end of the body closes the connection."""
 
+        async def receive_valid() -> Any:
+            message = await receive()
+            if self._refusal is not None:
+                raise self._refusal
+            return message
+
         async def send_on(message: Any) -> None:
-            if message["type"] == "http.response.start" and self._in_body:
+            is_early = message["type"] == "http.response.start" and self._awaits_body
+            if is_early:
+                self._discards = True
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
+            if is_early:
+                self.cycle.keep_alive = True  # else uvicorn would close too soon; see `on_response_complete`
 
         app = self._app
         if scope["path"] not in _PROBES:
-            await self._pool.turn()
+            async with self._pool.beginning:
+                await asyncio.sleep(0)
             if self._pool.overloaded:
                 app = _overloaded().response()
-        await app(scope, receive, send_on)
+        await app(scope, receive_valid, send_on)
 
-    # -- deadlines and endings --------------------------------------------------------------------------------
+    @property
+    def _awaits_body(self) -> bool:
+        """True if the request that the application answers has not been sent completely."""
+        return self._in_body and not self.pipeline
 
     def on_response_complete(self) -> None:
+        if self._awaits_body:
+            self._linger()
+            return
         super().on_response_complete()
-        if self.cycle.response_complete:
-            self._pool.request_ended(self)
+        self.watch_sending()
+        if self in self._pool.busy and self.cycle.response_complete:
+            self._pool.move(self, self._pool.idle)
 
     def _expect(self, seconds: float) -> None:
         """Give the client this time for the part of a request that it is sending."""
@@ -320,35 +256,27 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(seconds, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        if self._discarded is not None:
+        if not self.transport.is_reading():  # the server is busy, for example with the request before
+            self._expect(self._limits.header_timeout)
+        elif self._discards:
             self.transport.abort()
-        elif self.pipeline or (self._in_head and self._is_answering):
-            self._expect(self._limits.header_timeout)  # the server is busy with the request before
         elif self._in_head or self._in_body:
             self._refuse(ApiError(408, "the request was not sent in time"))
         else:
             self.transport.close()
 
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    async def _refuse_in_turn(self, error: ApiError) -> None:
-        """Let the application answer first: it may have a better reason to refuse, such as a missing key."""
-        await self._pool.turn()
-        await asyncio.sleep(0)
-        self._refuse(error)
-
     def _refuse(self, error: ApiError) -> None:
-        """End the connection with `error`, or without it if another answer has begun."""
-        if self.transport.is_closing():
-            return
-        begun = False
-        if self._is_answering:
-            begun = self.cycle.response_started or bool(self.pipeline) or self._in_head
-            self.cycle.disconnected = True
+        """Answer a request with `error` before its end.
+
+        If the application has got the head, it answers: it may have a better reason to refuse, such as a missing key.
+        """
+        self._discards = True
+        if self._in_body:
+            self._refusal = error
             self.cycle.message_event.set()
-        if not begun:
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # the client is reading the answer to the request before
+        else:
             body = to_json(error.body())
             head = {
                 "Content-Type": "application/json",
@@ -359,31 +287,18 @@ class Connection(HttpToolsProtocol):
             }
             fields = "".join(f"{name}: {value}\r\n" for name, value in head.items())
             self.transport.write(STATUS_LINE[error.status] + fields.encode() + b"\r\n" + body)
-        self._in_body = True
-        self.transport.close()
+            self._linger()
 
-    def close(self, transport: asyncio.Transport) -> None:
-        """Close the connection after its answer. A client that is still sending may first read the answer.
+    def _linger(self) -> None:
+        """Close the connection after its answer, but let a client that is still sending read the answer first.
 
         Closing at once would reset the connection, and the client would lose the answer.
         """
-        if self._discarded is None and (self._in_head or self._in_body):
-            self._discarded = 0
-            try:
-                transport.write_eof()
-            except OSError:  # the client has reset the connection
-                transport.abort()
-                return
-            transport.resume_reading()
-            self._expect(_LINGER_S)
-        else:
-            transport.close()
-            self.watch_sending()
-
-    @property
-    def is_lingering(self) -> bool:
-        """True once the connection only discards what the client sends."""
-        return self._discarded is not None
+        self._discards = True
+        with suppress(OSError):  # the client has reset the connection
+            self.transport.write_eof()
+        self.transport.resume_reading()
+        self._expect(_LINGER_S)
 
     def watch_sending(self, before: float = math.inf) -> None:
         """Abort the connection if the client has taken nothing of its answer for `send_timeout`."""
@@ -394,22 +309,6 @@ class Connection(HttpToolsProtocol):
             if self._sending is not None:
                 self._sending.cancel()
             self._sending = self.loop.call_later(self._limits.send_timeout, self.watch_sending, left)
-
-
-class _LingeringTransport:
-    """Transport of a Connection. `close` is the connection's; the rest is the transport's own."""
-
-    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
-        self._transport, self._connection = transport, connection
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def close(self) -> None:
-        self._connection.close(self._transport)
-
-    def is_closing(self) -> bool:
-        return self._connection.is_lingering or self._transport.is_closing()
 
 
 def _overloaded() -> ApiError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import queue
 import sys
 import threading
 from collections.abc import Iterator
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 #: Texts that may wait for a reader; more are dropped.
 MAX_PENDING = 1000
@@ -17,31 +16,24 @@ MAX_PENDING = 1000
 _LAST_S = 0.2
 
 
-class DetachedStream(io.TextIOBase):
-    """Text stream written by a thread. Texts are dropped if its reader is gone or slow or its disk is full."""
+class DetachedStream:
+    """Text stream that a thread writes to. It drops texts if its reader is gone or slow or its disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._pending: queue.Queue[str] = queue.Queue(MAX_PENDING)
         threading.Thread(target=self._pass_on, name="llmsched-output", daemon=True).start()
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding or "utf-8"
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         with contextlib.suppress(queue.Full):
             self._pending.put_nowait(text)
         return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: the thread flushes each text."""
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all texts are written, for at most `timeout_s` seconds."""
@@ -49,8 +41,9 @@ class DetachedStream(io.TextIOBase):
             self._pending.all_tasks_done.wait_for(lambda: not self._pending.unfinished_tasks, timeout_s)
 
     def _pass_on(self) -> None:
+        encoding = self._stream.encoding or "utf-8"
         while True:
-            text = self._pending.get().encode(self.encoding, "backslashreplace").decode(self.encoding)
+            text = self._pending.get().encode(encoding, "backslashreplace").decode(encoding)
             with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
                 self._stream.write(text)
                 self._stream.flush()

@@ -5,6 +5,15 @@ from __future__ import annotations
 from llmsched.cli.html_page import Page
 
 
+def commands_to_try(url: str, *, has_key: bool) -> tuple[str, str]:
+    """Return an `llmsched chat` and a curl command for the server at `url`."""
+    chat = "llmsched chat" if url.endswith("127.0.0.1:8000") else f"llmsched chat --url {url}"
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    return f"{chat}{' --api-key KEY' if has_key else ''}", curl
+
+
 def home_page(url: str, *, has_key: bool) -> str:
     """Return the page as HTML. `url` is the address of the server as the browser knows it, without a path."""
     page = Page("llmsched")
@@ -13,10 +22,8 @@ def home_page(url: str, *, has_key: bool) -> str:
     if has_key:
         page.say("Requests need the API key with which the server was started.")
     page.heading("Try it")
-    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
-    page.example(f"curl {url}/v1/chat/completions{key} \\\n  -H 'Content-Type: application/json' -d '{body}'")
-    page.example(f"llmsched chat --url {url}{' --api-key KEY' if has_key else ''}")
+    for command in commands_to_try(url, has_key=has_key):
+        page.example(command)
     page.heading("Routes")
     page.table(
         ("route", "answer"),

@@ -11,12 +11,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from llmsched.cli.serve.connections import ConnectionPool
+from llmsched.cli.serve.connections import Connection, ConnectionPool
 from llmsched.cli.serve.limits import HttpLimits
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.service import AsyncEngine
@@ -34,6 +35,8 @@ _STOPPING_S, _LATE_CLOSING_S = 1.0, 0.5
 _CLOSING_S = 5.0
 #: Connections that may wait while the model loads, and later for the event loop.
 _BACKLOG = 2048
+#: Connections that are accepted before the event loop turns to other work, and before those above the limit are closed.
+_ACCEPT_BATCH = 16
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -45,28 +48,41 @@ class PortInUseError(LlmschedError):
     """Error for an address on which the server cannot listen."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address. Port 0 picks any free port. Raises PortInUseError on failure.
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on all addresses of `host`, IPv4 first. Port 0 picks one free port for all of them.
+
+    An address that this machine lacks is left out if there is another: "localhost" may have an IPv6 address although
+    the machine has no IPv6. Raises PortInUseError on failure.
 
     Call this before the model is loaded: clients that connect meanwhile wait until `run` serves them. A socket that is
     bound but does not listen would not reserve the address for this process. An IPv6 address may have brackets.
     """
     host = host.removeprefix("[").removesuffix("]")
+    listeners: list[socket.socket] = []
+    missing: OSError | None = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        addresses = sorted(set(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)))
     except OSError as error:
         raise PortInUseError(f"cannot listen on {host!r}: {error.strerror or error}; {_HOSTS}") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _in_use(host, port, error) from error
-    return listener
+    with contextlib.ExitStack() as on_failure:
+        for family, kind, protocol, _, (address, _, *scope) in addresses:
+            try:
+                listener = on_failure.enter_context(socket.socket(family, kind, protocol))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((address, port, *scope))
+                listener.listen(_BACKLOG)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise _in_use(host, port, error) from error
+                missing = error
+            else:
+                listeners.append(listener)
+                port = listener.getsockname()[1]
+        if not listeners:
+            assert missing is not None
+            raise _in_use(host, port, missing) from missing
+        on_failure.pop_all()
+    return listeners
 
 
 def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
@@ -76,11 +92,10 @@ def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server with bounded connections. It installs no signal handlers and calls `on_ready` when it accepts."""
+    """uvicorn server that installs no signal handlers and calls `on_ready` when it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config, limits: HttpLimits, on_ready: Callable[[], Any]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], Any]) -> None:
         super().__init__(config)
-        self._limits = limits
         self._on_ready = on_ready
 
     @contextlib.contextmanager
@@ -88,25 +103,16 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.lifespan.startup()
-        self.servers = []  # asyncio's server would log without end when the process runs out of file descriptors
-        self._pool = ConnectionPool(self.config, self.server_state, self._limits)
+        await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)
-            listener.setblocking(False)
-            self._pool.start(listener)
-        self.started = True
+            listener.listen(_BACKLOG)  # uvicorn has set it to _ACCEPT_BATCH
         self._on_ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._pool.stop()
-        await super().shutdown(sockets)
 
 
 async def run(
     app: ASGIApp,
     engine: AsyncEngine,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     *,
     grace_s: float,
     limits: HttpLimits | None = None,
@@ -120,24 +126,27 @@ async def run(
     finish; those that take longer end with an error. A second signal ends the process at once. The function returns at
     most 2 seconds after the grace period, even if the engine hangs; its thread then still runs, so end the process with
     `os._exit`. The exit code is 0 after draining, even if requests were cut off, and 1 if the engine failed or hangs.
-    Raises PortInUseError, after stopping the engine, if `listener` cannot listen on its address.
+    Raises PortInUseError, after stopping the engine, if one of the `listeners` cannot listen on its address.
     """
     stop = stop or asyncio.Event()
     limits = limits or HttpLimits()
+    pool = ConnectionPool(limits)
+    asyncio.get_running_loop().set_exception_handler(pool.on_loop_error)
     server = _Server(
         uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             lifespan="off",
+            http=partial(Connection, pool),  # type: ignore[arg-type]  # uvicorn only calls it
             ws="none",
+            backlog=_ACCEPT_BATCH,
             timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # uvicorn takes fractions
         ),
-        limits,
         on_ready,
     )
     with _signals(stop):
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=listeners))
         died, ended, closing_s = False, True, _CLOSING_S
         try:
             died = await _stopped_or_died(stop, engine, serving)
@@ -160,7 +169,7 @@ async def run(
         except OSError as error:
             if server.started:
                 raise
-            host, port, *_ = listener.getsockname()
+            host, port, *_ = listeners[0].getsockname()
             raise _in_use(host, port, error) from error
     return 1 if died or not ended else 0
 

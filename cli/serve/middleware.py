@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from collections.abc import Collection
@@ -11,6 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmsched.engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
 #: Request ids that are taken from clients. Any other is replaced, because ids are written to logs.
@@ -25,7 +28,8 @@ def new_id() -> str:
 class RequestIds:
     """ASGI layer that gives each request an id, `request.state.request_id`, and sends it back as X-Request-Id.
 
-    The id is the client's X-Request-Id, if it sends a usable one. Other ids are unique.
+    The id is the client's X-Request-Id, if it sends a usable one. Other ids are unique. The layer logs an exception of
+    the application with the id, and does not raise it again.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,7 +46,10 @@ class RequestIds:
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("%s failed (X-Request-Id %s)", scope["path"], request_id)
 
 
 def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:

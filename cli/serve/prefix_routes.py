@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -27,8 +26,7 @@ from llmsched.engine.stats import EngineStats
 def prefix_cache_routes(
     engine: AsyncEngine,
     preparer: Preparer,
-    read: Callable[[Request, type[PrefixRequest]], Awaitable[tuple[PrefixRequest, int]]],
-    check_model: Callable[[str | None], None],
+    prepare: Callable[..., Awaitable[tuple[PrefixRequest, list[list[int]]]]],
 ) -> APIRouter:
     """Return the routes /v1/cache (GET), /v1/prefixes (GET, POST, DELETE) and /reset_prefix_cache (POST)."""
     router = APIRouter()
@@ -47,9 +45,7 @@ def prefix_cache_routes(
     async def pin(http: Request) -> Response:
         if engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
-        request, _ = await read(http, PrefixRequest)
-        check_model(request.model)
-        token_ids = await asyncio.to_thread(preparer.prefix, request)
+        request, (token_ids,) = await prepare(http, PrefixRequest, preparer.prefix)
         try:
             salt = request.cache_salt or ""
             state = await engine.call(lambda core: core.prefixes.pin(token_ids, cache_salt=salt, ttl=request.ttl))
@@ -145,7 +141,7 @@ def pin_prefixes(engine: Engine, files: Sequence[tuple[Path, PrefixRequest]]) ->
     preparer = Preparer(engine)
     for path, request in files:
         try:
-            token_ids = preparer.prefix(request)
+            (token_ids,) = preparer.prefix(request)
             pin = engine.prefixes.pin(token_ids, cache_salt=request.cache_salt or "", ttl=request.ttl)
         except RequestError as error:
             raise ConfigError("pin_prefix", f"{path}: {error.message}") from error

@@ -52,7 +52,7 @@ class Preparer:
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
         for prompt in request.prompt:
-            token_ids = self._token_ids(prompt, request.parse_special is not False)
+            token_ids = self.token_ids(prompt, request.parse_special is not False)
             sampling = self._sampling(request, len(token_ids), DEFAULT_MAX_TOKENS, extra)
             self._check(token_ids, sampling)
             yield PreparedPrompt(token_ids, prompt if isinstance(prompt, str) else None, sampling)
@@ -62,40 +62,44 @@ class Preparer:
 
         Raises RequestError for a bad parameter, and for messages that the template refuses or that cannot fit.
         """
-        token_ids = self._chat_ids(_dumped(request.messages), request.template_kwargs())
+        token_ids = self.chat_ids(dumped(request.messages), request.template_kwargs())
         extra = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
         yield PreparedPrompt(token_ids, None, self._sampling(request, len(token_ids), self._max_model_len, extra))
 
-    def prefix(self, request: PrefixRequest) -> list[int]:
-        """Return the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
+    def prefix(self, request: PrefixRequest) -> Iterator[list[int]]:
+        """Yield the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
 
         If the last message is from the user, the prefix is the whole prompt of the chat. Otherwise it is the common
         beginning of all chats that continue these messages with one from the user.
         """
         if request.messages is None:
             assert request.prompt is not None
-            return self._token_ids(request.prompt)
-        messages = _dumped(request.messages)
+            yield self.token_ids(request.prompt)
+            return
+        messages = dumped(request.messages)
         options = request.chat_template_kwargs or {}
         if messages[-1]["role"] == "user":
-            return self._chat_ids(messages, options)
-        one, two = (self._chat_ids([*messages, {"role": "user", "content": text}], options) for text in "ab")
-        return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
+            yield self.chat_ids(messages, options)
+            return
+        one, two = (self.chat_ids([*messages, {"role": "user", "content": text}], options) for text in "ab")
+        yield [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
-    def _chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+    def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        """Return the token ids of a chat, as render_chat does. Raises RequestError also if they are surely too many."""
+
         def check(text: str) -> None:
             self._refuse_surely_too_long(text, "messages")
 
         return render_chat(self._tokenizer, messages, check, **options)
 
-    def _token_ids(self, prompt: Prompt, parse_special: bool = True) -> list[int]:
+    def token_ids(self, prompt: Prompt, parse_special: bool = True, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a prompt. Raises RequestError if it is surely too long or not valid Unicode."""
         if not isinstance(prompt, str):
             return prompt
         check_unicode(prompt, "prompt")
         self._refuse_surely_too_long(prompt, "prompt")
-        if parse_special:
-            return self._tokenizer.encode(prompt)
-        return self._tokenizer.encode(self._tokenizer.escape(prompt), escaped=True)
+        text = prompt if parse_special else self._tokenizer.escape(prompt)
+        return self._tokenizer.encode(text, add_special_tokens, escaped=not parse_special)
 
     def _refuse_surely_too_long(self, text: str, param: str) -> None:
         """Raise RequestError if `text` certainly exceeds the context."""
@@ -123,6 +127,6 @@ class Preparer:
         return SamplingParams(**{**fields, "max_tokens": most})
 
 
-def _dumped(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def dumped(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages as the chat template takes them."""
     return [message.model_dump(exclude_none=True) for message in messages]

@@ -112,10 +112,15 @@ class StreamOptions(Schema):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(Schema):
-    """Fields that completions and chat share."""
+class ModelRequest(Schema):
+    """Request to a model: None is the one that is served."""
 
     model: str | None = None
+
+
+class GenerationRequest(ModelRequest):
+    """Fields that completions and chat share."""
+
     n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -281,10 +286,9 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     parallel_tool_calls: bool | None = None
 
 
-class PrefixRequest(Schema):
+class PrefixRequest(ModelRequest):
     """Body of POST /v1/prefixes: the beginning of prompts, as text, token ids or the first messages of chats."""
 
-    model: str | None = None
     prompt: Annotated[Prompt, BeforeValidator(_one_prompt)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

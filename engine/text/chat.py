@@ -129,16 +129,12 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
         return messages
     problem: RequestError | None = None
     for form in _forms(messages, knows_developers="developer" in (tokenizer.chat_template or "")):
-        with_objects = [_with_objects(message) for message in form]
-        try:
-            _check_shown(tokenizer, with_objects, options)
-            return with_objects
-        except RequestError as error:
-            problem = error
-        if with_objects != form:
-            with suppress(RequestError):
-                _check_shown(tokenizer, form, options)
-                return form
+        for variant in ([_with_objects(message) for message in form], form):
+            try:
+                _check_shown(tokenizer, variant, options)
+                return variant
+            except RequestError as error:
+                problem = error
     assert problem is not None
     raise problem
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from scripted import ScriptedServer
 
-from llmsched.cli.serve.access import Access, checked_key, is_loopback
+from llmsched.cli.serve.access import Access, are_loopback, checked_key
 from llmsched.cli.serve.lifecycle import listen
 from llmsched.engine.errors import ConfigError
 
@@ -110,5 +110,5 @@ def test_keys_that_no_client_can_send_are_refused(given: str) -> None:  # S12
 
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("0.0.0.0", False)])
 def test_loopback_addresses(host: str, loopback: bool) -> None:
-    with listen(host, 0) as listener:
-        assert is_loopback(listener) == loopback
+    with listen(host, 0)[0] as listener:
+        assert are_loopback([listener]) == loopback

@@ -198,7 +198,7 @@ def test_a_profile_with_a_wrong_setting(tmp_path: Path, settings: str, message: 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:")])
 def test_url(make_server: Any, capsys: pytest.CaptureFixture[str], host: str, shown: str) -> None:
-    with listen(host, 0) as listener:
+    with listen(host, 0)[0] as listener:
         banner.show_start(make_server().engine, "scripted", listener, has_key=True)
         url = f"{shown}{listener.getsockname()[1]}"
         out = capsys.readouterr().out
@@ -215,7 +215,7 @@ def test_defaults_of_the_model_that_are_not_supported_are_told(
 ) -> None:  # N16
     engine = make_server().engine
     engine.model = replace(engine.model, ignored_defaults=["num_beams", "max_length"])
-    with listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0)[0] as listener:
         banner.show_start(engine, "scripted", listener, has_key=True)
     assert "does not support: num_beams, max_length" in capsys.readouterr().err
 

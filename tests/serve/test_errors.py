@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attacks
 import httpx
 import pytest
 from scripted import MODEL, ScriptedServer
@@ -225,6 +227,41 @@ def test_others_are_served_while_a_prompt_is_tokenised(
     assert answers == [200]
 
 
+def test_tokenising_ends_when_the_client_leaves(
+    make_server: Callable[..., ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:  # S04
+    server = make_server()
+    begun, go_on, encode, encoded = threading.Event(), threading.Event(), server.tokenizer.encode, []
+
+    def slow(text: str, *rest: Any, **more: Any) -> list[int]:
+        encoded.append(text)
+        begun.set()
+        assert go_on.wait(20)
+        time.sleep(0.02)  # longer than a turn
+        return encode(text, *rest, **more)
+
+    monkeypatch.setattr(server.tokenizer, "encode", slow)
+    body = json.dumps({"prompt": [f"prompt {number}" for number in range(100)]})
+    with attacks.connected(server.url) as client:
+        client.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        assert begun.wait(20)
+    time.sleep(0.5)  # until the server has seen it
+    go_on.set()
+    assert httpx.post(server.url + COMPLETIONS, json={"prompt": "last"}, timeout=20).status_code == 200
+    assert encoded == ["prompt 0", "last"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/prefixes", "/tokenize"])
+@pytest.mark.parametrize("name", ["tokenizer", "messages", "conversation", "self", "chat_template", "tokenize"])
+def test_template_arguments_that_the_server_sets_are_refused(http: httpx.Client, path: str, name: str) -> None:  # S08
+    messages = [{"role": "user", "content": "hello"}]
+    answer = http.post(path, json={"messages": messages, "chat_template_kwargs": {name: 1}})
+    assert (answer.status_code, strict(answer)["error"]["param"]) == (400, "chat_template_kwargs")
+    assert name in strict(answer)["error"]["message"]
+
+
 def test_a_full_queue(make_server: Callable[..., ScriptedServer]) -> None:
     with httpx.Client(base_url=make_server(max_queue_size=2).url) as http:
         answer = http.post(COMPLETIONS, json={"prompt": "a", "n": 3})
@@ -246,16 +283,19 @@ def test_a_fault_of_one_row_fails_its_request_alone(http: httpx.Client, server: 
     assert rest == ""
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [(COMPLETIONS, {}), (COMPLETIONS, {"stream": True}), (CHAT, BODIES[CHAT]), ("/tokenize", {}), ("/v1/prefixes", {})],
+)
 def test_a_fault_of_the_server_is_a_500_that_tells_nothing(
-    http: httpx.Client, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, streamed: bool
+    http: httpx.Client, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
 ) -> None:
     def broken(*_: Any, **__: Any) -> list[int]:
         raise ZeroDivisionError("secret path")
 
     with monkeypatch.context() as patch:
         patch.setattr(server.tokenizer, "encode", broken)
-        answer = http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "stream": streamed})
+        answer = http.post(path, json={"prompt": "a", **fields} if path != CHAT else fields)
     assert answer.status_code == 500
     assert strict(answer)["error"]["code"] == "internal_error"
     assert "secret" not in answer.text

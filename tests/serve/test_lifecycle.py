@@ -151,15 +151,15 @@ def test_a_port_in_use_is_one_line() -> None:
 
 
 def test_the_second_server_on_a_port_is_refused_before_either_serves() -> None:
-    with listen("127.0.0.1", 0) as first, pytest.raises(PortInUseError, match="address already in use"):
-        listen(*first.getsockname())
+    with listen("127.0.0.1", 0)[0] as first, pytest.raises(PortInUseError, match="address already in use"):
+        listen(*first.getsockname()[:2])
 
 
 def test_a_client_that_connects_while_the_model_loads_is_served_afterwards() -> None:
     server = ScriptedServer()
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(httpx.get, server.url + "/health", timeout=20)
-        while not select.select([server.listener], [], [], 0.01)[0]:
+        while not select.select([server.listeners[0]], [], [], 0.01)[0]:
             assert not answer.done()
         server.start()
         assert answer.result().status_code == 200
@@ -184,7 +184,7 @@ def served(listener: socket.socket, on_ready: Callable[[], None] = lambda: None)
     """Run a server to its end and check that the engine was stopped."""
     service = FakeService()
     try:
-        asyncio.run(asyncio.wait_for(run(FastAPI(), service, listener, grace_s=1.0, on_ready=on_ready), 20))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(run(FastAPI(), service, [listener], grace_s=1.0, on_ready=on_ready), 20))  # type: ignore[arg-type]
     finally:
         assert service.stopped
 
@@ -209,7 +209,7 @@ def test_a_server_that_fails_while_serving_ends_the_process(monkeypatch: pytest.
         raise RuntimeError("no more")
 
     monkeypatch.setattr(uvicorn.Server, "main_loop", fail)
-    with listen("127.0.0.1", 0) as listener, pytest.raises(RuntimeError, match="no more"):
+    with listen("127.0.0.1", 0)[0] as listener, pytest.raises(RuntimeError, match="no more"):
         served(listener, ready.set)
 
 
@@ -222,6 +222,40 @@ def test_an_unknown_host_is_one_line() -> None:
         listen("192.0.2.1", 8000)  # reserved for documentation
 
 
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda _, *rest, **more: [i for each in addresses for i in resolve(each, *rest, **more)]
+    )
+
+
+def test_all_addresses_of_a_name_are_served_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, "::1", "127.0.0.1", "::1")
+    listeners = listen("localhost", 0)
+    names = [listener.getsockname()[:2] for listener in listeners]
+    assert names == [("127.0.0.1", names[0][1]), ("::1", names[0][1])]
+    server = ScriptedServer()
+    server.listeners += listeners
+    server.start()
+    for host in ("127.0.0.1", "[::1]"):
+        assert httpx.get(f"http://{host}:{names[0][1]}/health", timeout=20).status_code == 200
+    server.close()
+
+
+@pytest.mark.parametrize("missing", ["192.0.2.1", "2001:db8::1"])  # reserved for documentation
+def test_an_address_that_the_machine_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    resolve_to(monkeypatch, missing, "127.0.0.1")
+    with listen("localhost", 0)[0] as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_port_that_one_address_of_a_name_cannot_have_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("::1", 0)[0] as other:
+        resolve_to(monkeypatch, "127.0.0.1", "::1")
+        with pytest.raises(PortInUseError, match="address already in use"):
+            listen("localhost", other.getsockname()[1])
+
+
 def test_an_ipv6_address_may_have_brackets() -> None:
-    with listen("[::1]", 0) as listener:
+    with listen("[::1]", 0)[0] as listener:
         assert listener.getsockname()[0] == "::1"

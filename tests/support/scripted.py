@@ -118,8 +118,8 @@ class LiveServer:
         self.engine = engine
         self._step_timeout_s = step_timeout_s
         self.tokenizer = engine.tokenizer
-        self.listener = lifecycle.listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.listeners = lifecycle.listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listeners[0].getsockname()[1]}"
         self.exit_code: int | None = None
         self._name, self._access, self._grace_s = name, access, grace_s
         self._limits = http
@@ -157,7 +157,7 @@ class LiveServer:
         self.exit_code = await lifecycle.run(
             self.app,
             self.service,
-            self.listener,
+            self.listeners,
             grace_s=self._grace_s,
             limits=self._limits,
             on_ready=self._ready.set,
