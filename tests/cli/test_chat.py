@@ -11,12 +11,13 @@ import pytest
 from command_line import CommandLine
 from scripted import ScriptedServer
 
+from llmsched.cli.serve.access import Access
 from llmsched.engine.request import Sequence
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptedServer]:
-    server = ScriptedServer(api_key="k").start()
+    server = ScriptedServer(access=Access("k")).start()
     yield server
     server.close()
 

@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from llmsched.cli.serve.access import Access
+
 
 @pytest.mark.parametrize("api_key", [None, "secret"])
 def test_the_page_shows_requests_to_copy(make_server: Any, api_key: str | None) -> None:
-    server = make_server(api_key=api_key)
+    server = make_server(access=Access(api_key))
     answer = httpx.get(server.url + "/")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
