@@ -40,7 +40,7 @@ SMALL, MIDDLE, DEFAULT, LARGE = (Setting(tokens, 8) for tokens in (32, 512, 2048
 
 
 def tuned(load: Load, slo: Slo, gpu: str, path: Path) -> tuple[Setting, Setting, float | None]:
-    """Return the default, tune's choice (the default if no setting meets the SLOs), and the knee of the choice."""
+    """Return the default, tune's choice (the default if no setting meets the SLOs), and the higher knee of both."""
     task = TuneTask(
         model=QWEN,
         options=EngineOptions({}),
@@ -58,7 +58,8 @@ def tuned(load: Load, slo: Slo, gpu: str, path: Path) -> tuple[Setting, Setting,
     outcome = asyncio.run(tune_simulated(task, gpu, silent))
     default, best = outcome.history.default, outcome.history.best()
     assert default is not None
-    return default, default if best is None else best.setting, outcome.rates.best.met
+    knees = [bounds.met for bounds in (outcome.rates.best, outcome.rates.default) if bounds.met]
+    return default, default if best is None else best.setting, max(knees, default=None)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
