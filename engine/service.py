@@ -55,7 +55,7 @@ class AsyncEngine:
         self._queue_lock = threading.Lock()
         self._stopping = False
         #: Time since when work has waited for a step to finish; None without work.
-        self._due_since: float | None = None
+        self.due_since: float | None = None
         self._has_problem = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="llmsched-engine", daemon=True)
@@ -71,23 +71,13 @@ class AsyncEngine:
         A problem is that the engine has failed, that no step has finished for more than `step_timeout_s` seconds, or
         that the last MAX_BAD_ROWS rows of logits from which to sample were unusable (NaN or all -inf).
         """
-        problem = self._problem()
+        problem = _problem_of(self)
         if problem and self.healthy and not self._has_problem:
             logger.error("%s", problem)
         elif self._has_problem and not problem:
             logger.info("the engine serves again")
         self._has_problem = problem is not None
         return problem
-
-    def _problem(self) -> str | None:
-        if not self.healthy:
-            return f"the engine has failed: {self.error}" if self.error else "the engine's thread does not run"
-        since, limit = self._due_since, self.step_timeout_s
-        if limit and since is not None and (waited := time.monotonic() - since) > limit:
-            return f"the engine hangs: no step has finished for {waited:.0f} s (step_timeout {limit:g} s)"
-        if (count := self.core.num_bad_rows) >= MAX_BAD_ROWS:
-            return f"the model is broken: it computed no usable logits for the last {count} rows (NaN or all -inf)"
-        return None
 
     @property
     def num_open(self) -> int:
@@ -127,7 +117,13 @@ class AsyncEngine:
         with self._queue_lock:
             self.check_queue(sampling.n)
             self._num_submitted += sampling.n
-        stream = RequestStream(request_id, sampling.n, self._request_abort)
+
+        def abort(request_id: str) -> None:
+            self._send(
+                lambda: self._post(self.core.abort(request_id)), lambda error: self._streams.fail(request_id, error)
+            )
+
+        stream = RequestStream(request_id, sampling.n, abort)
         self._streams.add(stream)
         arrival_time = self.core.clock()
 
@@ -193,12 +189,9 @@ class AsyncEngine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, timeout_s)
         ended = not self._thread.is_alive()
-        problem = self._problem() if self.error or not ended else None
+        problem = _problem_of(self) if self.error or not ended else None
         self._fail_all(problem or "the server has shut down")
         return ended
-
-    def _request_abort(self, request_id: str) -> None:
-        self._send(lambda: self._post(self.core.abort(request_id)), lambda error: self._streams.fail(request_id, error))
 
     def _send(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
         """Let the engine's thread run `action`. If `action` fails, let the event loop call `fail` with the error."""
@@ -217,9 +210,9 @@ class AsyncEngine:
             while not self._stopping:
                 self._take_inbox()
                 if self.core.has_work() and not self._stopping:
-                    self._due_since = self._due_since or time.monotonic()
+                    self.due_since = self.due_since or time.monotonic()
                     outputs = self.core.step()
-                    self._due_since = time.monotonic()
+                    self.due_since = time.monotonic()
                     self._post(outputs)
         except BaseException as error:  # SystemExit too ends the engine, and its clients must learn why
             self.error = f"{type(error).__name__}: {error}"
@@ -272,12 +265,12 @@ class AsyncEngine:
     def _run_next(self, timeout: float | None) -> bool:
         """Run the next action and return True; return False if none arrives in `timeout` seconds (None: no limit)."""
         if timeout != 0.0:
-            self._due_since = None  # the engine waits because there is nothing to do
+            self.due_since = None  # the engine waits because there is nothing to do
         try:
             action = self._inbox.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
             return False
-        self._due_since = self._due_since or time.monotonic()
+        self.due_since = self.due_since or time.monotonic()
         action()
         return True
 
@@ -296,6 +289,18 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             logger.debug("event loop closed before %s", function)
+
+
+def _problem_of(engine: AsyncEngine) -> str | None:
+    """Return why requests cannot be served, or None; see `AsyncEngine.diagnose`."""
+    if not engine.healthy:
+        return f"the engine has failed: {engine.error}" if engine.error else "the engine's thread does not run"
+    since, limit = engine.due_since, engine.step_timeout_s
+    if limit and since is not None and (waited := time.monotonic() - since) > limit:
+        return f"the engine hangs: no step has finished for {waited:.0f} s (step_timeout {limit:g} s)"
+    if (count := engine.core.num_bad_rows) >= MAX_BAD_ROWS:
+        return f"the model is broken: it computed no usable logits for the last {count} rows (NaN or all -inf)"
+    return None
 
 
 def _settle(future: asyncio.Future[T], result: T) -> None:

@@ -173,7 +173,8 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._fail(_head_too_large())
+            self._refusal = _head_too_large()  # `data_received` answers with it
+            raise self._refusal
         self._in_head, self._in_body = False, True
         self._pool.move(self, self._pool.busy)
         super().on_headers_complete()
@@ -182,13 +183,12 @@ class Connection(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
         if self._num_chunks > FREE_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
-            self._fail(
-                ApiError(
-                    400,
-                    f"the body has {self._num_chunks} chunks for {self._body_bytes} bytes; after {FREE_CHUNKS} chunks, "
-                    f"send at least {MIN_CHUNK_BYTES} bytes per chunk, or the Content-Length",
-                )
+            self._refusal = ApiError(
+                400,
+                f"the body has {self._num_chunks} chunks for {self._body_bytes} bytes; after {FREE_CHUNKS} chunks, "
+                f"send at least {MIN_CHUNK_BYTES} bytes per chunk, or the Content-Length",
             )
+            raise self._refusal
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -201,11 +201,6 @@ class Connection(HttpToolsProtocol):
         self._in_body = False
         if self._deadline is not None:
             self._deadline.cancel()
-
-    def _fail(self, error: ApiError) -> None:
-        """Stop the parser; `data_received` answers with `error`."""
-        self._refusal = error
-        raise error
 
     # -- answers and endings ----------------------------------------------------------------------------------
 

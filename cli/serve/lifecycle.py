@@ -128,23 +128,20 @@ async def run(
     `os._exit`. The exit code is 0 after draining, even if requests were cut off, and 1 if the engine failed or hangs.
     Raises PortInUseError, after stopping the engine, if one of the `listeners` cannot listen on its address.
     """
-    stop = stop or asyncio.Event()
-    limits = limits or HttpLimits()
+    stop, limits = stop or asyncio.Event(), limits or HttpLimits()
     pool = ConnectionPool(limits)
     asyncio.get_running_loop().set_exception_handler(pool.on_loop_error)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            http=partial(Connection, pool),  # type: ignore[arg-type]  # uvicorn only calls it
-            ws="none",
-            backlog=_ACCEPT_BATCH,
-            timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # uvicorn takes fractions
-        ),
-        on_ready,
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        http=partial(Connection, pool),  # type: ignore[arg-type]  # uvicorn only calls it
+        ws="none",
+        backlog=_ACCEPT_BATCH,
+        timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # uvicorn takes fractions
     )
+    server = _Server(config, on_ready)
     with _signals(stop):
         serving = asyncio.create_task(server.serve(sockets=listeners))
         died, ended, closing_s = False, True, _CLOSING_S

@@ -135,11 +135,9 @@ def visit_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total.
+    """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total of each row.
 
-    For each row, these are the weighted sum of values, the largest score, and the sum of exponentials.
-    If MASKED is False, every row must attend to all these keys, and their number must be a multiple of BLOCK_N. Without
-    a softcap, `scale` includes log2 e.
+    Without MASKED, all rows must attend to all these keys, a multiple of BLOCK_N. Without softcap, `scale` has log2 e.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
