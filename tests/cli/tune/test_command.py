@@ -258,7 +258,8 @@ def test_the_search_starts_from_the_last_profile_of_the_model(tune: Callable[...
     outcome = tune("--json", *BUDGETS)
     assert outcome.json["notes"][0] == "the search started from profile first"
     tried = [(trial["max_num_batched_tokens"], trial["headroom"]) for trial in outcome.json["trials"]]
-    assert sorted(tried) == [(16, 0.2), (24, 0.2), (32, 0.2), (50, 0.1), (50, 0.2)], "the default's row is there too"
+    assert {(16, 0.2), (24, 0.2), (32, 0.2), (50, 0.1), (50, 0.2)} <= set(tried), "the default's row is there too"
+    assert {tokens for tokens, _ in tried} == {16, 24, 32, 50}, "beside it only its neighbours, if it led the race"
     cold = tune("--json", "--no-warm-start", *BUDGETS).json
     assert {trial["max_num_batched_tokens"] for trial in cold["trials"]} == {16, 32, 50}
     assert {trial["headroom"] for trial in cold["trials"]} == {0.1}
