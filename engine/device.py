@@ -68,7 +68,7 @@ def resolve_device(requested: str) -> str:
 
 
 def computes_bf16(device: str) -> bool:
-    """Return whether `device` (cuda or cpu) multiplies bfloat16 in hardware."""
+    """Return True if `device` (cuda or cpu) multiplies bfloat16 in hardware."""
     if device == "cuda":
         import torch
 

@@ -36,7 +36,7 @@ class StepLoop:
         self.on_step: Callable[[KVUsage], None] | None = None
 
     def has_work(self) -> bool:
-        """Return whether any request is running or waiting."""
+        """Return True if any request is running or waiting."""
         return self.scheduler.has_work()
 
     def idle_until(self) -> float | None:

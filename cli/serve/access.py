@@ -105,7 +105,7 @@ def are_loopback(listeners: Collection[socket.socket]) -> bool:
 
 
 def _has_key(request: Request, *keys: str | None) -> bool:
-    """Return whether the request has one of the keys, compared in constant time so that timing reveals nothing."""
+    """Return True if the request has one of the keys, compared in constant time so that timing reveals nothing."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     key = given.strip(" \t").encode("latin-1")  # headers are bytes decoded as Latin-1
     matches = [hmac.compare_digest(key, known.encode()) for known in keys if known is not None]

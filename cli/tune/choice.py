@@ -157,7 +157,7 @@ class Chooser:
             )
 
     def _worse(self, row: RateRow) -> bool:
-        """Return whether, at a rate up to its knee, the choice has less goodput than the default."""
+        """Return True if, at a rate up to its knee, the choice has less goodput than the default."""
         past = row.rate is not None and self.rates.best.met is not None and row.rate > self.rates.best.met
         if row.predicted or past:
             return False

@@ -36,7 +36,7 @@ OF_KNEE, OF_GIVEN = (0.5, 0.8, 1.0, 1.2), (1.5, 2.0)
 
 
 def meets(trial: Trial) -> bool:
-    """Return whether a setting met the SLOs in its runs."""
+    """Return True if a setting met the SLOs in its runs."""
     return trial.feasible and trial.attainment.get("all", 1.0) >= ATTAINMENT
 
 
@@ -171,7 +171,7 @@ class KneeFinder:
 
 
 def scalable(load: Load) -> bool:
-    """Return whether a load can be sent at another rate."""
+    """Return True if a load can be sent at another rate."""
     try:
         load.at_rate(1.0)
     except ConfigError:

@@ -88,7 +88,7 @@ class TuneTask:
 
     @property
     def by_knee(self) -> bool:
-        """Whether settings are judged by their knees, which needs SLOs and a load that can be sent at any rate."""
+        """True if settings are judged by their knees, which needs SLOs and a load that can be sent at any rate."""
         return self.judged_by == "knee" and bool(self.slo.given()) and scalable(self.load)
 
 

@@ -36,7 +36,7 @@ class Backfill:
         self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:
-        """Return whether max_passes and the reservation allow the request to be admitted now."""
+        """Return True if max_passes and the reservation allow the request to be admitted now."""
         first, reserved = self._waiting.first, self._reserved
         if first is not request and first.num_passed >= self._max_passes:
             reason = "the first request in the queue has already been overtaken max_passes times"

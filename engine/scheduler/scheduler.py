@@ -86,7 +86,7 @@ class Scheduler:
         self.admission.changed()
 
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """Return whether the pool can hold a request of this size alone. The last sampled token needs no KV."""
+        """Return True if the pool can hold a request of this size alone. The last sampled token needs no KV."""
         most = num_prompt_tokens + max(0, max_tokens - 1)
         return self.kv.layout.num_blocks(most) <= self.kv.max_request_blocks
 

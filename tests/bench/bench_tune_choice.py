@@ -23,6 +23,7 @@ from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
+from llmsched.cli.tune.knees import OF_KNEE
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.tune_report import conclusion, make_profile
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
@@ -41,7 +42,6 @@ WORKLOADS = (
     ("code", SyntheticLoad(num_prompts=40, input_len=2000, output_len=10, request_rate=1), Slo(ttft=0.6)),
     ("summary", SyntheticLoad(num_prompts=30, input_len=4000, output_len=30, request_rate=0.5), Slo(ttft=1.5, e2e=4.0)),
 )
-SHARES = (0.5, 0.8, 1.0, 1.2)
 
 
 def task(model: str, load: Load, slo: Slo, time_limit: float, rounds: int = 1) -> TuneTask:
@@ -112,7 +112,9 @@ def all_simulated(time_limit: float) -> None:
             outcome = asyncio.run(tune_simulated(task(path, load, slo, time_limit), gpu, silent))
             told.append(f"{name}: {conclusion(outcome)}")
             knee = outcome.rates.best.met or load.asked_rate or 1.0
-            ratios = simulated(name, path, gpu, outcome, [(f"{share}", load.at_rate(share * knee)) for share in SHARES])
+            ratios = simulated(
+                name, path, gpu, outcome, [(f"{share}", load.at_rate(share * knee)) for share in OF_KNEE]
+            )
             worst = min([worst, *ratios[:3]])
     model, gpu = MODELS[0]
     path = str(CONFIGS / f"{model}_config.json")
@@ -144,7 +146,7 @@ def all_measured(time_limit: float) -> None:
     settings = (default, best.setting)
     print(f"\nprofile: {dict(make_profile(outcome, best).engine)}\n")
     header()
-    for share in SHARES:
+    for share in OF_KNEE:
         open_load = SyntheticLoad(num_prompts=32, input_len=128, output_len=32, request_rate=share * knee)
         figures = [asyncio.run(served(EngineConfig("demo", **asdict(setting)), open_load, slo)) for setting in settings]
         compare("demo", settings, f"{share}", open_load, figures)

@@ -49,6 +49,14 @@ def broken(*_: object, **__: object) -> Any:
     raise ValueError("injected")
 
 
+def break_part(monkeypatch: pytest.MonkeyPatch, server: ScriptedServer, part: str, name: str) -> None:
+    """Make the method `name` of a part of the engine raise; `part` is a path of attributes, "" the engine itself."""
+    owner: Any = server.engine
+    for attribute in filter(None, part.split(".")):
+        owner = getattr(owner, attribute)
+    monkeypatch.setattr(owner, name, broken)
+
+
 # -- a step that hangs --------------------------------------------------------------------------------------------
 
 
@@ -143,10 +151,7 @@ def test_a_call_that_raises_gets_500_and_the_engine_continues(
     make_server: Callable[..., ScriptedServer], monkeypatch: pytest.MonkeyPatch, part: str, name: str, path: str
 ) -> None:
     server = make_server()
-    owner: Any = server.engine
-    for attribute in filter(None, part.split(".")):
-        owner = getattr(owner, attribute)
-    monkeypatch.setattr(owner, name, broken)
+    break_part(monkeypatch, server, part, name)
     answer = httpx.get(server.url + path, timeout=20)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert (post(server).status_code, health(server)[0]) == (200, 200)
@@ -205,10 +210,7 @@ def test_statistics_that_fail_cost_no_answer(
     name: str,
 ) -> None:
     server = make_server()
-    owner: Any = server.engine
-    for attribute in filter(None, part.split(".")):
-        owner = getattr(owner, attribute)
-    monkeypatch.setattr(owner, name, broken)
+    break_part(monkeypatch, server, part, name)
     answers = [post(server) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200] * 3
     assert answers[0].json()["usage"]["completion_tokens"] == 4
