@@ -107,3 +107,21 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Copy of a tensor in host memory. From a GPU it starts now, in stream order, and `wait` waits for its end."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._written = tensor, None
+        if tensor.device.type == "cuda":
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor = pinned.copy_(tensor, non_blocking=True)
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._written.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> torch.Tensor:
+        """Return the copy as soon as it is complete."""
+        if self._written is not None:
+            self._written.synchronize()
+        return self._tensor

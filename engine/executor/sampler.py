@@ -8,7 +8,6 @@ the draw does not depend on other rows, on chunking or on preemption.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from llmsched.engine.executor.base import RowResult
+from llmsched.engine.executor.batch import HostCopy, to_device
 from llmsched.engine.executor.filters import Filters, draw
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
@@ -30,56 +30,98 @@ def is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1 or sampling.top_p == 0 or sampling.min_p == 1
 
 
-class Sampler:
-    """Sampler of the next tokens of sequences. Its only state is the token counts of sequences with penalties."""
+class PendingSample:
+    """Sampled tokens that the device may still be computing. Nothing here waits for the device except `collect`.
 
-    def __init__(self) -> None:
+    `token_ids` [R] (int64, on the device) are the ids, row i those of sequences[i] of `Sampler.enqueue`. Each is a
+    valid id, also in a row that failed, so that the next step can take its input from them before `collect`.
+    """
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        outcomes: torch.Tensor,
+        logprobs: ListLike[PendingLogprobs],
+        rows_with_logprobs: ListLike[int],
+    ) -> None:
+        self.token_ids = token_ids
+        self._outcomes = HostCopy(outcomes)
+        self._logprobs = logprobs
+        self._rows_with_logprobs = rows_with_logprobs
+
+    def collect(self) -> list[RowResult]:
+        """Wait for the device and return one result per row."""
+        results = [result_of(outcome) for outcome in self._outcomes.wait().tolist()]
+        for row, found in zip(self._rows_with_logprobs, collect_logprobs(self._logprobs), strict=True):
+            results[row].logprob = found if results[row].error is None else None
+        return results
+
+
+class Sampler:
+    """Sampler of the next tokens of sequences. Its only state is the token counts of sequences with penalties.
+
+    `rows_at_once` is the number of rows of which it holds copies at a time.
+    """
+
+    def __init__(self, rows_at_once: int = 1 << 31) -> None:
         self._editor = LogitEditor()
+        self._rows_at_once = rows_at_once
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the state of sequences that have ended."""
         self._editor.forget(request_ids)
 
-    def sample(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> list[RowResult]:
-        """Sample a token for each row of logits [R, V], which may be overwritten. Row i continues sequences[i].
+    def enqueue(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> PendingSample:
+        """Start to sample a token for each row of logits [R, V], R > 0, which may be overwritten.
 
-        A row whose best logit is not finite gets an `error`. The ids in logit_bias must be below V.
+        Row i continues sequences[i]. A row whose best logit is not finite will get an `error`. The ids in logit_bias
+        must be below V.
         """
+        parts = [slice(low, low + self._rows_at_once) for low in range(0, len(sequences), self._rows_at_once)]
+        ids, outcomes, found = zip(*(self._enqueue_part(logits[p], sequences[p]) for p in parts), strict=True)
+        rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+        return PendingSample(torch.cat(ids), torch.cat(outcomes), [each for each in found if each is not None], rows)
+
+    def _enqueue_part(
+        self, logits: torch.Tensor, sequences: ListLike[Sequence]
+    ) -> tuple[torch.Tensor, torch.Tensor, PendingLogprobs | None]:
+        """Return token ids, outcomes (see `result_of`) and the log-probabilities of the rows that want them."""
         logits = logits.float()
-        raw_best, choice = logits.max(dim=1)
-        best = raw_best
+        best, choice = logits.max(dim=1)
+        usable = best.isfinite()
         with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-        raw = torch.log_softmax(logits[with_logprobs], dim=1) if with_logprobs else None
-        if any(self._editor.needs(sequence) for sequence in sequences):
+        places = to_device(np.array(with_logprobs, dtype=np.int64), logits.device)
+        raw = torch.log_softmax(logits[places], dim=1) if with_logprobs else None
+        if edits := any(self._editor.needs(sequence) for sequence in sequences):
             self._editor.edit(logits, sequences)
             best, choice = logits.max(dim=1)
         drawing = [row for row, sequence in enumerate(sequences) if not is_greedy(sequence.sampling)]
         if len(drawing) == len(sequences):
             choice = draw(logits, filters_of(sequences))
         elif drawing:
-            choice[drawing] = draw(logits[drawing], filters_of([sequences[row] for row in drawing]))
-        results = [
-            result_of(token, raw_value, value)
-            for token, raw_value, value in zip(choice.tolist(), raw_best.tolist(), best.tolist(), strict=True)
-        ]
-        if raw is not None:
-            counts = [sequences[row].sampling.logprobs or 0 for row in with_logprobs]
-            for row, found in zip(with_logprobs, pick(raw, choice[with_logprobs], counts), strict=True):
-                results[row].logprob = found if results[row].error is None else None
-        return results
+            rows = to_device(np.array(drawing), logits.device)
+            choice[rows] = draw(logits[rows], filters_of([sequences[row] for row in drawing]))
+        outcomes = torch.where(usable, choice, NOT_FINITE)
+        if edits:
+            outcomes = torch.where(usable & ~best.isfinite(), BARRED, outcomes)
+        if raw is None:
+            return choice, outcomes, None
+        counts = [sequences[row].sampling.logprobs or 0 for row in with_logprobs]
+        return choice, outcomes, PendingLogprobs(raw, choice[places], counts)
 
 
-def result_of(token: int, raw_best: float, best: float) -> RowResult:
-    """Return a result with `token`, or with an error if `raw_best` or `best` is not finite.
+#: Outcomes of rows that have no token: their best logit was not finite, before or after LogitEditor changed the logits.
+NOT_FINITE, BARRED = -1, -2
 
-    These are the largest logits before and after LogitEditor changed the logits.
-    """
-    if not math.isfinite(raw_best):
+
+def result_of(outcome: int) -> RowResult:
+    """Return the result of a row. `outcome` is its token id, NOT_FINITE or BARRED."""
+    if outcome == NOT_FINITE:
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
-    if not math.isfinite(best):
+    if outcome == BARRED:
         message = "no token is left to sample: min_tokens forbids every token that the logits allow"
         return RowResult(error=message, caused_by_request=True)
-    return RowResult(token_id=token)
+    return RowResult(token_id=outcome)
 
 
 def filters_of(sequences: ListLike[Sequence]) -> Filters:
@@ -91,26 +133,40 @@ def filters_of(sequences: ListLike[Sequence]) -> Filters:
     return Filters(temperature, top_k, top_p, min_p, words)
 
 
-def pick(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> list[TokenLogprob]:
-    """Select log-probabilities from logprobs [N, V] (fp32), with one result per row.
+class PendingLogprobs:
+    """Log-probabilities of N tokens, selected on the device from logprobs [N, V] (fp32) and copied to the host.
 
-    The result of row i has the log-probability of token_ids[i] and those of the counts[i] best tokens.
+    Row i has the log-probability of token_ids[i] and those of the counts[i] best tokens.
     """
-    chosen = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
-    best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=1)
-    values, ids = best.values.tolist(), best.indices.tolist()
+
+    def __init__(self, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> None:
+        best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=1)
+        chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
+        self._copies = [HostCopy(tensor) for tensor in (token_ids, chosen, best.values, best.indices)]
+        self._counts = counts
+
+    def collect(self) -> list[TokenLogprob]:
+        """Wait for the device and return one result per row."""
+        columns = zip(*(copy.wait().tolist() for copy in self._copies), self._counts, strict=True)
+        return [
+            TokenLogprob(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+            for token, logprob, values, ids, count in columns
+        ]
+
+
+def enqueue_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
+) -> list[PendingLogprobs]:
+    """Start to compute PendingLogprobs under the log-softmax of logits [N, V].
+
+    Each part of the result has rows_at_once rows, because only that many rows are converted to fp32 at a time.
+    """
     return [
-        TokenLogprob(token, logprob, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
-        for row, (token, logprob, count) in enumerate(zip(token_ids.tolist(), chosen, counts, strict=True))
+        PendingLogprobs(torch.log_softmax(logits[part].float(), dim=1), token_ids[part], counts[part])
+        for part in (slice(low, low + rows_at_once) for low in range(0, len(counts), rows_at_once))
     ]
 
 
-def prompt_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
-) -> list[TokenLogprob]:
-    """Apply `pick` to the log-softmax of logits [N, V]. Only rows_at_once rows are converted to fp32 at a time."""
-    found: list[TokenLogprob] = []
-    for low in range(0, len(counts), rows_at_once):
-        part = slice(low, low + rows_at_once)
-        found += pick(torch.log_softmax(logits[part].float(), dim=1), token_ids[part], counts[part])
-    return found
+def collect_logprobs(parts: ListLike[PendingLogprobs]) -> list[TokenLogprob]:
+    """Wait for the device and return the log-probabilities of all parts, one after the other."""
+    return [found for part in parts for found in part.collect()]

@@ -18,7 +18,7 @@ from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
 from llmsched.engine.executor.host_blocks import HostBlocks
-from llmsched.engine.executor.sampler import Sampler, prompt_logprobs
+from llmsched.engine.executor.sampler import Sampler, collect_logprobs, enqueue_logprobs
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
@@ -69,8 +69,8 @@ class TorchExecutor:
         #: Number of logits per token. Only ids below it can be sampled or biased.
         self.vocab_size = self._model.vocab_size
         self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
-        self._sampler = Sampler()
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
+        self._sampler = Sampler(self._logits_at_once)
         #: Called before sampling with the sequences and the logits [R, vocab_size] of their next tokens.
         self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
 
@@ -123,10 +123,9 @@ class TorchExecutor:
         sampling = [rows[index].sequence for index in batch.sampling_rows]
         if self.on_logits is not None and sampling:
             self.on_logits(sampling, logits[: len(sampling)])
-        for low in range(0, len(sampling), self._logits_at_once):
-            part = slice(low, low + self._logits_at_once)
-            chosen = self._sampler.sample(logits[: len(sampling)][part], sampling[part])
-            for index, result in zip(batch.sampling_rows[part], chosen, strict=True):
+        if sampling:
+            chosen = self._sampler.enqueue(logits[: len(sampling)], sampling).collect()
+            for index, result in zip(batch.sampling_rows, chosen, strict=True):
                 results[index] = result
         if len(logits) == len(sampling):  # no log-probabilities of prompt tokens were asked for
             return results
@@ -136,7 +135,7 @@ class TorchExecutor:
             targets += row.sequence.token_ids[row.start + 1 : row.start + 1 + count]
             wanted += [row.sequence.sampling.prompt_logprobs or 0] * count
         token_ids = to_device(np.array(targets, dtype=np.int64), self.device)
-        found = prompt_logprobs(logits[len(sampling) :], token_ids, wanted, self._logits_at_once)
+        found = collect_logprobs(enqueue_logprobs(logits[len(sampling) :], token_ids, wanted, self._logits_at_once))
         for result, end, count in zip(results, accumulate(batch.prompt_counts), batch.prompt_counts, strict=True):
             result.prompt_logprobs = found[end - count : end]
             if any(math.isnan(each.logprob) for each in result.prompt_logprobs):

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from llmsched.engine.executor.base import RowResult
 from llmsched.engine.executor.filters import race
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
@@ -32,6 +33,10 @@ def make_sequence(
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[RowResult]:
+    return Sampler().enqueue(logits, sequences).collect()
 
 
 def edited(logits: list[float], sequence: Sequence) -> list[float]:
@@ -89,7 +94,7 @@ def test_stop_ids_beyond_the_vocabulary_are_no_trouble() -> None:
     sequence = make_sequence([1], min_tokens=5, temperature=0, stop=frozenset({VOCAB, 10**9, -3, 7}))
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 5, 4
-    assert Sampler().sample(logits, [sequence])[0].token_id == 8
+    assert sample(logits, [sequence])[0].token_id == 8
 
 
 def test_min_tokens_counts_output_only() -> None:  # A22
@@ -99,20 +104,20 @@ def test_min_tokens_counts_output_only() -> None:  # A22
     stop = frozenset({7})
     short = make_sequence(list(range(32)), [1] * 15, min_tokens=16, temperature=0, stop=stop)
     enough = make_sequence(list(range(32)), [1] * 16, name="b", min_tokens=16, temperature=0, stop=stop)
-    assert [result.token_id for result in Sampler().sample(logits, [short, enough])] == [3, 7]
+    assert [result.token_id for result in sample(logits, [short, enough])] == [3, 7]
 
 
 def test_last_id_of_the_vocabulary_is_as_free_as_any() -> None:  # A22, G13
     sequence = make_sequence([1], min_tokens=5, logit_bias={VOCAB - 1: 100.0}, logprobs=2)
-    assert Sampler().sample(torch.zeros(1, VOCAB), [sequence])[0].token_id == VOCAB - 1
+    assert sample(torch.zeros(1, VOCAB), [sequence])[0].token_id == VOCAB - 1
 
 
 def test_greedy_takes_the_best_of_the_edited_logits() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [4, 9]] = torch.tensor([3.0, 2.5])
     sampling = {"temperature": 0, "top_p": 0.1, "top_k": 3, "min_p": 0.5, "frequency_penalty": 1.0}
-    assert Sampler().sample(logits.clone(), [make_sequence([4], [], **sampling)])[0].token_id == 4
-    assert Sampler().sample(logits.clone(), [make_sequence([4], [4], **sampling)])[0].token_id == 9
+    assert sample(logits.clone(), [make_sequence([4], [], **sampling)])[0].token_id == 4
+    assert sample(logits.clone(), [make_sequence([4], [4], **sampling)])[0].token_id == 9
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_best_token_alone_survives(sampling: dict[str, float]) -> None:  # A18
     sequences = [make_sequence([1], name=str(row), seed=row, **sampling) for row in range(64)]
     logits = random_logits(1).expand(64, -1)
     best = int(logits[0].argmax())
-    assert [result.token_id for result in Sampler().sample(logits.clone(), sequences)] == [best] * 64
+    assert [result.token_id for result in sample(logits.clone(), sequences)] == [best] * 64
 
 
 def test_draw_is_the_race_under_the_key_of_seed_and_position() -> None:
@@ -143,7 +148,7 @@ def test_draw_is_the_race_under_the_key_of_seed_and_position() -> None:
         for row in range(30)
     ]
     logits = torch.randn(30, VOCAB, generator=generator)
-    results = Sampler().sample(logits.clone(), sequences)
+    results = sample(logits.clone(), sequences)
     for row, (sequence, result) in enumerate(zip(sequences, results, strict=True)):
         weights = torch.zeros(1, 512)
         weights[0, :VOCAB] = torch.softmax(logits[row].double() / sequence.sampling.temperature, 0)
@@ -168,9 +173,9 @@ def test_row_does_not_depend_on_its_neighbours() -> None:  # A14
         for row, sampling in enumerate(SAMPLINGS)
     ]
     logits = random_logits(len(rows), seed=2)
-    together = Sampler().sample(logits.clone(), rows)
-    reverse = Sampler().sample(logits.flip(0), rows[::-1])
-    alone = [Sampler().sample(logits[row : row + 1].clone(), rows[row : row + 1])[0] for row in range(len(rows))]
+    together = sample(logits.clone(), rows)
+    reverse = sample(logits.flip(0), rows[::-1])
+    alone = [sample(logits[row : row + 1].clone(), rows[row : row + 1])[0] for row in range(len(rows))]
     assert [result.token_id for result in together] == [result.token_id for result in alone]
     assert together == reverse[::-1]
     assert together == alone
@@ -179,7 +184,8 @@ def test_row_does_not_depend_on_its_neighbours() -> None:  # A14
 def extend(sampler: Sampler, sequence: Sequence, steps: int) -> list[int]:
     """Sample from logits that change only every third token, so that penalties show."""
     for _ in range(steps):
-        result = sampler.sample(random_logits(1, seed=sequence.num_output_tokens // 3), [sequence])[0]
+        logits = random_logits(1, seed=sequence.num_output_tokens // 3)
+        result = sampler.enqueue(logits, [sequence]).collect()[0]
         assert result.token_id is not None
         sequence.token_ids.append(result.token_id)
     return sequence.token_ids
@@ -222,7 +228,7 @@ def test_seeds_give_different_choices_and_repeat() -> None:  # A16
 
     def choices(first_seed: int) -> list[int | None]:
         rows = [make_sequence([1], name=str(i), seed=first_seed + i, temperature=2.0) for i in range(8)]
-        return [result.token_id for result in Sampler().sample(logits.clone(), rows)]
+        return [result.token_id for result in sample(logits.clone(), rows)]
 
     assert len(set(choices(0))) > 3
     assert choices(0) == choices(0) != choices(1000)
@@ -235,7 +241,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
         make_sequence([1], name="b", temperature=0),
         make_sequence([1], name="c", temperature=0, logprobs=0, repetition_penalty=9.0),
     ]
-    results = Sampler().sample(logits.clone(), sequences)
+    results = sample(logits.clone(), sequences)
     raw = torch.log_softmax(logits.double(), 1)
     assert results[0].token_id == 8
     assert results[1].logprob is None
@@ -259,11 +265,11 @@ def test_a_row_without_usable_logits_fails_alone() -> None:
     logits[3, 100] = float("nan")
     for sampling in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2}):
         rows = [make_sequence([1], name=str(row), **sampling) for row in range(5)]
-        results = Sampler().sample(logits.clone(), rows)
+        results = sample(logits.clone(), rows)
         assert [result.error is not None for result in results] == [False, True, True, True, False]
         assert [result.token_id is None for result in results] == [False, True, True, True, False]
         assert all("logits" in result.error for result in results[1:4])
-    assert [results.token_id for results in Sampler().sample(logits, [make_sequence([1], temperature=0)] * 5)][::4] == [
+    assert [results.token_id for results in sample(logits, [make_sequence([1], temperature=0)] * 5)][::4] == [
         best[0],
         best[4],
     ]
@@ -271,7 +277,7 @@ def test_a_row_without_usable_logits_fails_alone() -> None:
 
 def test_min_tokens_that_bars_everything_is_an_error_of_the_row() -> None:
     sequence = make_sequence([1], min_tokens=2, stop=frozenset(range(VOCAB)))
-    result = Sampler().sample(random_logits(1), [sequence])[0]
+    result = sample(random_logits(1), [sequence])[0]
     assert result.token_id is None
     assert "min_tokens" in (result.error or "")
 
@@ -279,4 +285,4 @@ def test_min_tokens_that_bars_everything_is_an_error_of_the_row() -> None:
 def test_bfloat16_logits() -> None:
     logits = random_logits(2).bfloat16()
     rows = [make_sequence([1], name=str(seed), seed=seed, top_p=0.5) for seed in range(2)]
-    assert Sampler().sample(logits, rows) == Sampler().sample(logits.float(), rows)
+    assert sample(logits, rows) == sample(logits.float(), rows)

@@ -140,7 +140,7 @@ def test_rows_that_sample_nothing_do_not_reach_the_sampler(monkeypatch: pytest.M
     def never(*_: Any) -> None:
         raise AssertionError("nothing was to be sampled")
 
-    monkeypatch.setattr(executor._sampler, "sample", never)
+    monkeypatch.setattr(executor._sampler, "enqueue", never)
     stepper = Stepper(executor, [make_sequence("a", PROMPT, prompt_logprobs=1), make_sequence("b", PROMPT)], 48)
     stepper.step((16,))
     assert [results[0].token_id for results in stepper.results] == [None, None]
