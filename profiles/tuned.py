@@ -101,25 +101,27 @@ def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
     return one.get(key) == other.get(key)
 
 
-def same_device(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return True if two [device] tables describe the same device. The number of cores matters only for a CPU."""
-    keys = ("kind", "cores") if one.get("kind") == "cpu" else ("kind",)
-    return all(one.get(key) == other.get(key) for key in keys) and same_gpu(
-        str(one.get("name")), str(other.get("name"))
-    )
+def device_changes(before: Mapping[str, Scalar], now: Mapping[str, Scalar]) -> list[tuple[str, Scalar, Scalar]]:
+    """Compare two [device] tables. For each difference, return the property's name in words and both values.
+
+    A property that one of the tables lacks counts as equal. The number of cores matters only for a CPU.
+    """
+    words = {"name": "device", **({"cores": "number of cores"} if now.get("kind") == "cpu" else {})}
+    both = [(text, before[key], now[key]) for key, text in words.items() if key in before and key in now]
+    return [(text, was, is_now) for text, was, is_now in both if not same_gpu(str(was), str(is_now))]
 
 
-def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> tuple[str, TunedProfile] | None:
-    """Return the name and content of the newest valid profile in profile_dir() for this model and device, or None."""
-    found = []
+def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> str | None:
+    """Return the name of the newest valid profile in profile_dir() for this model and device, or None."""
+    found: dict[str, float] = {}
     for name in list_profiles():
         try:
             profile = load_profile(name)
         except ProfileError:
             continue
-        if same_model(profile.model, model) and same_device(profile.device, device):
-            found.append((name, profile))
-    return max(found, key=lambda each: each[1].created.timestamp(), default=None)
+        if same_model(profile.model, model) and not device_changes(profile.device, device):
+            found[name] = profile.created.timestamp()
+    return max(found, key=lambda name: found[name], default=None)
 
 
 def load_profile(name_or_path: str) -> TunedProfile:

@@ -44,6 +44,11 @@ class Load(Schedule, ABC):
         return len(self._offsets)
 
     @property
+    def last_offset(self) -> float:
+        """Seconds after the start at which the last request is due; 0 for a closed loop."""
+        return float(self._offsets.max(initial=0.0))
+
+    @property
     @abstractmethod
     def longest_input(self) -> int:
         """Length of the longest prompt in tokens."""

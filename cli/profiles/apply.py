@@ -17,9 +17,9 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.plan import MemoryPlan, ratios
 from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.profiles.calibrated import LOCAL
-from llmsched.profiles.gpus import find_gpu, same_gpu
+from llmsched.profiles.gpus import find_gpu
 from llmsched.profiles.toml_files import ProfileError, Scalar, UnknownNameError
-from llmsched.profiles.tuned import TunedProfile, load_profile, same_model, store_memory
+from llmsched.profiles.tuned import TunedProfile, device_changes, load_profile, same_model, store_memory
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
@@ -85,12 +85,7 @@ def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> l
             now = {"kind": "cuda", "name": find_gpu(simulate.partition(":")[0]).name}
         except UnknownNameError:  # make_blueprint reports it
             now = {}
-    was, found = profile.device, []
-    if "name" in was and now and not same_gpu(str(was["name"]), str(now["name"])):
-        found.append(("device", was["name"], now["name"]))
-    if "cores" in was and now.get("kind") == "cpu" and was["cores"] != now["cores"]:
-        found.append(("number of cores", was["cores"], now["cores"]))
-    return found
+    return device_changes(profile.device, now)
 
 
 def device_table(device: str) -> dict[str, Scalar]:

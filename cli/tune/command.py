@@ -16,11 +16,13 @@ from llmsched.cli.options.flags import ModelArgument, resolve_model, simulate_op
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.slo_flags import with_slo_options
 from llmsched.cli.output_files import check_file, writing
-from llmsched.cli.tune.choice import JudgedBy
 from llmsched.cli.tune.knobs import KNOBS, parse_knobs
+from llmsched.cli.tune.preference import best_trial
+from llmsched.cli.tune.rate_search import JudgedBy
 from llmsched.cli.tune.resume import state_path
-from llmsched.cli.tune.trials import Goal
-from llmsched.cli.tune.tune_report import as_json, make_profile, page, say_profile, show
+from llmsched.cli.tune.trial_runs import Goal
+from llmsched.cli.tune.tune_json import as_json, make_profile
+from llmsched.cli.tune.tune_report import page, say_profile, show
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
 from llmsched.cli.values import duration, server_url
 from llmsched.engine.config import EngineConfig
@@ -180,12 +182,11 @@ def tune(
     writes = output is not None or bool(slo.given())
     _announce(task, writes, asks)
     outcome = _run(task, simulate)
-    best, written = outcome.history.best(), None
+    best, written = best_trial(outcome.history), None
     if not as_json_:
         show(outcome, definitions=definitions)
-    if best is not None and asks:
-        writes = typer.confirm(f"write these settings to {task.destination}?", default=True, err=True)
-    if best is not None and writes:
+    question = f"write these settings to {task.destination}?"
+    if best is not None and (writes or (asks and typer.confirm(question, default=True, err=True))):
         try:
             written = save_profile(make_profile(outcome, best), str(task.destination))
         except ProfileError as problem:

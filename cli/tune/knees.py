@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 from llmsched.cli.bench.knee.knee_search import KneeGoal, find_knee
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import OutOfTimeError, TrialRunner, attempt
@@ -21,7 +19,7 @@ from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.cli.tune.trials import Trial, judge
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.goodput import Slo
-from llmsched.engine.progress import Progress
+from llmsched.engine.progress import Progress, silent
 
 #: A setting meets the SLOs at a rate if its figures do (see `Trial.held`) and this share of requests meets every SLO.
 ATTAINMENT = 0.95
@@ -31,8 +29,6 @@ SIMULATED_TOLERANCE, MEASURED_TOLERANCE = 0.04, 0.15
 _BACKLOG = 5.0
 #: A search ends if the SLOs are met even at this many times the rate at which it started.
 _RANGE = 256.0
-#: Rates at which the default and the choice are compared, as multiples of the knee or of the given rate.
-OF_KNEE, OF_GIVEN = (0.5, 0.8, 1.0, 1.2), (1.5, 2.0)
 
 
 def meets(trial: Trial) -> bool:
@@ -78,62 +74,53 @@ class RateReport:
     rows: list[RateRow] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class KneeFinder:
     """Runs of settings at request rates, one for each setting and rate, and the knees that follow from them.
 
-    A run sends `requests` requests, or as many more as it takes to show a backlog within `longest` seconds. `runs` and
-    `trials` map a setting and a rate (None: the given load) to the run and its result. With `predicted`, the runs are
-    those that the runner's cost model predicts.
+    A run sends `least` requests, or as many more as it takes to show a backlog within `longest` seconds. Two knees
+    count as equal if they differ by no more than the share `tolerance`. With `predicted`, the runs are those that the
+    runner's cost model predicts. `runs` and `trials` map a setting and a rate (None: the given load) to the run and its
+    result.
     """
 
-    def __init__(
-        self,
-        runner: TrialRunner,
-        load: Load,
-        slo: Slo,
-        *,
-        requests: int,
-        longest: float,
-        tolerance: float,
-        progress: Progress,
-        predicted: bool = False,
-    ) -> None:
-        self.tolerance = tolerance
-        self.runs: dict[tuple[Setting, float | None], TrialRun] = {}
-        self.trials: dict[tuple[Setting, float | None], Trial] = {}
-        self.out_of_time = False
-        self._runner, self._load, self._slo = runner, load, slo
-        self._requests, self._longest, self._progress = requests, longest, progress
-        self._predicted = predicted
-        self._rounds = count()
+    runner: TrialRunner
+    load: Load
+    slo: Slo
+    least: int
+    longest: float
+    tolerance: float
+    progress: Progress = silent
+    predicted: bool = False
+    runs: dict[tuple[Setting, float | None], TrialRun] = field(default_factory=dict)
+    trials: dict[tuple[Setting, float | None], Trial] = field(default_factory=dict)
+    out_of_time: bool = False
 
     def requests(self, rate: float | None) -> int:
         """Return the number of requests of a run at a rate."""
         if rate is None:
-            return self._requests
-        if self._load.duration is not None:
-            return self._load.at_rate(rate).num_requests
-        limits = [limit for name, limit in self._slo.given().items() if name in ("ttft", "e2e")]
-        limit = min(limits, default=0.0) if isinstance(self._load, SyntheticLoad) else 0.0
-        seconds = min(_BACKLOG * limit, self._longest) if limit <= self._longest else 0.0
-        return max(self._requests, math.ceil(rate * seconds))
+            return self.least
+        if self.load.duration is not None:
+            return self.load.at_rate(rate).num_requests
+        limits = [limit for name, limit in self.slo.given().items() if name in ("ttft", "e2e")]
+        limit = min(limits, default=0.0) if isinstance(self.load, SyntheticLoad) else 0.0
+        seconds = min(_BACKLOG * limit, self.longest) if limit <= self.longest else 0.0
+        return max(self.least, math.ceil(rate * seconds))
 
-    async def trial(self, setting: Setting, rate: float | None, round_index: int = 0) -> Trial:
+    async def trial(self, setting: Setting, rate: float | None) -> Trial:
         """Return the result of a setting at a rate. If there is none yet, run the setting.
 
         Raises OutOfTimeError if the time limit ends the run or if there is no prediction.
         """
         if (known := self.trials.get((setting, rate))) is None:
             requests = self.requests(rate)
-            run: TrialRun | None
-            if self._predicted:
-                run = self._runner.predict([setting], requests, rate).get(setting)
-            else:
-                run = await attempt(self._runner, setting, requests, round_index, rate)
+            run = self.runner.predict([setting], requests, rate).get(setting) if self.predicted else None
+            if not self.predicted:
+                run = await attempt(self.runner, setting, requests, 0, rate)
             if run is None:
                 raise OutOfTimeError
             self.runs[setting, rate] = run
-            known = self.trials[setting, rate] = judge(setting, [run], self._slo)
+            known = self.trials[setting, rate] = judge(setting, [run], self.slo)
         return known
 
     async def climb(self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0) -> list[Setting]:
@@ -147,9 +134,8 @@ class KneeFinder:
 
         async def met_at(rate: float) -> float:
             nonlocal alive, best
-            round_index = next(self._rounds)
-            self._progress(f"knee: {rate:.3g} requests/s", 0, 0)
-            met = [setting for setting in alive if meets(await self.trial(setting, rate, round_index))]
+            self.progress(f"knee: {rate:.3g} requests/s", 0, 0)
+            met = [setting for setting in alive if meets(await self.trial(setting, rate))]
             if met:
                 alive = best = met
             return float(bool(met))
@@ -190,6 +176,5 @@ def given_rate(load: Load, served: Trial) -> float | None:
         return served.requests_per_s
     if load.asked_rate is not None:
         return load.asked_rate
-    offsets = [request.offset for request in load.plan(COMMON_IDS, WordEncoder(COMMON_IDS))]
-    lasts = max(offsets, default=0.0)
-    return (len(offsets) - 1) / lasts if lasts > 0 else math.inf
+    last = load.last_offset
+    return (load.num_requests - 1) / last if last > 0 else math.inf

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from llmsched.cli.options.flags import flag
 from llmsched.cli.tune.knobs import PeakDemand, Setting, headroom_settings, seqs_settings, target_settings
+from llmsched.cli.tune.preference import best_trial, leading_trial
 from llmsched.cli.tune.race import Race
+from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import TrialRun
-from llmsched.cli.tune.trials import TrialHistory
-from llmsched.engine.errors import LlmschedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +18,7 @@ class SearchSpace:
     """Space of a search: the knobs to vary, the values to try, and the setting to start from.
 
     `budgets` are the values of max_num_batched_tokens to try, ascending. `max_num_seqs` and `max_headroom` are the
-    largest values to try. `refused` maps budgets that do not fit into memory to the error that building the engine
-    raised.
+    largest values to try. `refused` maps budgets that do not fit into memory to the reason.
     """
 
     knobs: tuple[str, ...]
@@ -28,7 +26,7 @@ class SearchSpace:
     start: Setting
     max_num_seqs: int
     max_headroom: float
-    refused: Mapping[int, LlmschedError] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
 
 
 async def search(space: SearchSpace, race: Race) -> list[str]:
@@ -40,12 +38,12 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
     first = [space.start]
     if "max_num_batched_tokens" in space.knobs:
         first = [replace(space.start, max_num_batched_tokens=tokens) for tokens in space.budgets]
-    if history.default is not None and history.default not in first:
+    if history.default not in first:
         first = sorted([*first, history.default], key=lambda setting: setting.max_num_batched_tokens)
     await race.qualify("max_num_batched_tokens", first)
-    for tokens, problem in sorted(space.refused.items()):
+    for tokens, reason in sorted(space.refused.items()):
         setting = replace(space.start, max_num_batched_tokens=tokens)
-        history.add(TrialRun(setting, 0, 0, problem=f"does not fit: {' '.join(problem.text(flag).split())}"))
+        history.add(TrialRun(setting, 0, 0, problem=f"does not fit: {reason}"))
     for knob in space.knobs:
         if knob == "max_num_batched_tokens":
             continue
@@ -59,13 +57,13 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
     await _look_around(space, race)
     await race.final()
     skipped = [setting for setting in history.runs if history.trial(setting).skipped]
-    if history.best() is None and skipped:
+    if best_trial(history) is None and skipped:
         # Before reporting that no setting is feasible, measure the settings that were skipped on a prediction.
         await race.qualify("skipped settings", skipped, prune=False)
         await race.final()
     if race.disturbed_rounds:
         notes.append(f"short rounds repeated because the machine's speed changed: {race.disturbed_rounds}")
-    best = history.best()
+    best = best_trial(history)
     if best is not None and best.longest < race.full:
         notes.append(f"the choice rests on short runs: the first {best.longest:,} of {race.full:,} requests")
     if race.out_of_time:
@@ -78,7 +76,7 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
 
     The first race of token budgets used the start values of the other knobs. Since then these have changed.
     """
-    leader = race.history.leader()
+    leader = leading_trial(race.history)
     if leader is None or "max_num_batched_tokens" not in space.knobs:
         return
     if replace(leader.setting, max_num_batched_tokens=space.start.max_num_batched_tokens) == space.start:
@@ -90,12 +88,12 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
         if race.out_of_time or all(race.history.runs.get(setting) for setting in settings):
             return
         await race.qualify("max_num_batched_tokens again", settings)
-        leader = race.history.leader() or leader
+        leader = leading_trial(race.history) or leader
 
 
 def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
     """Return the settings to race for a knob, starting with the best so far, or the reason to skip the knob."""
-    incumbent = history.leader()
+    incumbent = leading_trial(history)
     known = [run.demand for run in history.all_runs if run.demand is not None]
     if incumbent is None or not known:
         return "no setting works so far"

@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.trial_runs import TrialRun
-from llmsched.cli.tune.trials import Trial, TrialHistory, figure_name, judge
+from llmsched.cli.tune.trial_history import TrialHistory
+from llmsched.cli.tune.trial_runs import Predictions
+from llmsched.cli.tune.trials import Trial, figure_name, judge
 
 #: A setting is pruned if its predicted rate is this share below the best, or its predicted latency this share above an
 #: SLO. The error of the model is added to the share.
@@ -22,24 +23,22 @@ FAR = 2.0
 MOST_ERROR = 0.5
 
 
-def hopeless(
-    settings: Sequence[Setting], predicted: Mapping[Setting, TrialRun], history: TrialHistory
-) -> dict[Setting, str]:
+def hopeless(settings: Sequence[Setting], predicted: Predictions, history: TrialHistory) -> dict[Setting, str]:
     """Return the settings that cannot be the best according to the predictions, each mapped to the reason.
 
     `predicted` has predicted runs of `settings` and of those measured so far. Settings are compared by throughput, an
     upper bound of goodput, because near an SLO a small error in latency can change goodput to 0. Latencies are compared
     with the SLOs separately.
     """
-    table = history.throughput_ranking()
-    known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].throughput]
-    bias = _bias([table.effects[s] - _log(predicted[s].throughput) for s in known])
+    table = history.ranking("throughput")
+    known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].rate("throughput")]
+    bias = _bias([table.effects[s] - _log(predicted[s].rate("throughput")) for s in known])
     if bias is None:
         return {}
     shift, error = bias
     trials = {setting: judge(setting, [run], history.slo) for setting, run in predicted.items()}
     late = _late(settings, trials, known, history)
-    rates = {setting: _log(run.throughput) + shift for setting, run in predicted.items()}
+    rates = {setting: _log(run.rate("throughput")) + shift for setting, run in predicted.items()}
     rates |= {setting: table.effects[setting] for setting in known}
     # A fast setting that misses an SLO must not rule out a slower one.
     judged = [history.trial(s) if history.runs.get(s) else trials[s] for s in predicted]

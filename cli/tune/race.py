@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.predicted_pruning import hopeless
-from llmsched.cli.tune.trial_runs import TrialRun, failed_run
-from llmsched.cli.tune.trials import TrialHistory
+from llmsched.cli.tune.preference import missed_trials
+from llmsched.cli.tune.trial_history import TrialHistory
+from llmsched.cli.tune.trial_runs import Predictions, TrialRun, failed_run
+from llmsched.engine.progress import Progress, silent
 
 #: Factor by which a latency may exceed its SLO in short runs before the setting leaves the race. It is above 1 because
 #: short runs give few samples for a P99.
@@ -50,11 +52,9 @@ class TrialRunner(Protocol):
         """
         ...
 
-    def predict(
-        self, settings: Sequence[Setting], requests: int, rate: float | None = None
-    ) -> Mapping[Setting, TrialRun]:
-        """Return the runs that a cost model predicts for the settings, or an empty mapping if there is no model yet."""
-        ...
+    def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
+        """Return the runs that a cost model predicts for the settings; empty if there is no model."""
+        return {}
 
 
 async def attempt(
@@ -80,8 +80,7 @@ class Race:
 
     `lengths` are the possible lengths of a round in requests, ascending. The best settings run at the last length up to
     `repeats` times, or once if runs are exact. The load is sent at `rate` (None: as it is). After the first round, a
-    round starts only if it is expected to end within `time_limit` seconds. `on_run(stage, done, total)` reports the
-    requests of a stage that were sent.
+    round starts only if it is expected to end within `time_limit` seconds.
     """
 
     def __init__(
@@ -91,16 +90,15 @@ class Race:
         lengths: Sequence[int],
         repeats: int,
         time_limit: float = math.inf,
-        on_run: Callable[[str, int, int], None] = lambda stage, done, total: None,
+        progress: Progress = silent,
         rate: float | None = None,
     ) -> None:
         self.history = history
         self.full = lengths[-1]
         self.out_of_time = False
         self.disturbed_rounds = 0
-        self._runner, self._rate = runner, rate
+        self._runner, self._rate, self._progress = runner, rate, progress
         self._lengths, self._repeats, self._time_limit = lengths, 1 if history.exact else repeats, time_limit
-        self._on_run = on_run
         self._now = asyncio.get_running_loop().time
         self._start = self._now()
         self._num_rounds = 0
@@ -112,64 +110,51 @@ class Race:
         With `prune`, settings that a cost model predicts to be far worse are skipped.
         """
         lengths = self._lengths[:-1] or self._lengths
-        has_final = len(self._lengths) > 1 or self._repeats > 1
-        share = FOR_SHORT_RUNS if has_final else 1.0
+        share = FOR_SHORT_RUNS if len(self._lengths) > 1 or self._repeats > 1 else 1.0
         self.history.consider(settings)
-        alive, done = list(settings), 0
+        alive = list(settings)
         for index, requests in enumerate(lengths):
             if (index and len(alive) < 2) or not self._in_time(alive, requests, share):
                 break
-            to_come = sum(n * max(2, len(alive) // HALVING**k) for k, n in enumerate(lengths[index + 1 :], start=1))
-            total = done + requests * len(alive) + to_come
-            alive = await self._round(stage, alive, requests, done, total, prune=prune and index == 0)
+            alive = await self._round(stage, alive, requests, prune=prune and index == 0)
             if index == 0 and not self.history.exact and await self._disturbed(alive, requests):
                 alive = [s for s in alive if not any(run.problem for run in self.history.runs[s])]
-                alive = await self._round(stage, alive, requests, done, total, prune=False)
-            done += requests * len(alive)
+                alive = await self._round(stage, alive, requests)
             alive = self._survivors(alive)
-        self._on_run(stage, done, done)
+
+    async def final(self) -> None:
+        """Give the best settings full runs until the winner is clear, each has `repeats` full runs, or time is up."""
+        while contenders := self._contenders():
+            fewest = min(sum(run.requests == self.full for run in self.history.runs[each]) for each in contenders)
+            clear = fewest > 0 and self.history.ranking().settled(contenders)
+            if clear or fewest >= self._repeats or not self._in_time(contenders, self.full):
+                break
+            await self._round("the best in full", contenders, self.full)
 
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
         """Run one setting of the last round again. If its score has changed, forget the round and return True.
 
         The first short run of a setting must be reliable, because it decides whether the setting stays in the race.
         """
-        round_index = self._num_rounds - 1
+        round_index, goal = self._num_rounds - 1, self.history.goal
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]
-        before = next((run for run in ran if self.history.score(run)), None)
+        before = next((run for run in ran if run.rate(goal)), None)
         if before is None or len(ran) < 3 or not self._in_time([before.setting], requests, FOR_SHORT_RUNS):
             return False
         if (again := await self._run(before.setting, requests, round_index)) is None:
             return False
-        ratio = (self.history.score(again) or 0.0) / (self.history.score(before) or 1.0)
+        ratio = (again.rate(goal) or 0.0) / (before.rate(goal) or 1.0)
         if 1 - DISTURBED <= ratio <= 1 / (1 - DISTURBED) or not self._in_time(settings, requests, FOR_SHORT_RUNS):
             return False
         self.history.forget(round_index)
         self.disturbed_rounds += 1
         return True
 
-    async def final(self) -> None:
-        """Give the best settings full runs until the winner is clear, each has `repeats` full runs, or time is up."""
-        stage, done, full = "the best in full", 0, self.full
-        while contenders := self._contenders():
-            runs = [sum(run.requests == full for run in self.history.runs[setting]) for setting in contenders]
-            clear = min(runs) > 0 and self.history.ranking().settled(contenders)
-            if clear or min(runs) >= self._repeats or not self._in_time(contenders, full):
-                break
-            total = done + full * len(contenders) * (self._repeats - min(runs))
-            await self._round(stage, contenders, full, done, total, prune=False)
-            done += full * len(contenders)
-        self._on_run(stage, done, done)
-
     async def _round(
-        self, stage: str, settings: list[Setting], requests: int, done: int, total: int, *, prune: bool
+        self, stage: str, settings: Sequence[Setting], requests: int, *, prune: bool = False
     ) -> list[Setting]:
-        """Run each setting once, except settings that are pruned. Return the settings that ran.
-
-        The stage has sent `done` requests so far, and is expected to send `total`.
-        """
-        backwards = self._num_rounds % 2 == 1
-        left = settings[::-1] if backwards else list(settings)
+        """Run each setting once, except settings that are pruned. Return the settings that ran."""
+        left = list(settings[::-1] if self._num_rounds % 2 else settings)
         if prune and len(left) > 2:
             left.insert(1, left.pop())  # both ends first: the model interpolates between them
         if not self._pace and (default := self.history.default) in left:
@@ -177,22 +162,25 @@ class Race:
         ran: list[Setting] = []
         while left:
             if prune and len(self.history.worked()) >= 2:
-                measured, prune = self.history.worked(), False
-                predicted = self._runner.predict(list(dict.fromkeys([*measured, *settings])), requests, self._rate)
-                out = hopeless([setting for setting in left if setting not in measured], predicted, self.history)
-                self.history.skipped |= out
-                left = [setting for setting in left if setting not in out]
+                prune, left = False, self._plausible(left, settings, requests)
                 if not ran and all(self.history.runs[setting] for setting in left):
                     break  # no untried setting is left
                 continue
+            self._progress(f"{stage}, {requests:,} requests each", len(ran), len(ran) + len(left))
             setting = left.pop(0)
             if await self._run(setting, requests, self._num_rounds) is None:
                 break
             ran.append(setting)
-            done += requests
-            self._on_run(stage, done, max(done, total))
         self._num_rounds += 1
         return [setting for setting in settings if setting in ran]
+
+    def _plausible(self, left: Sequence[Setting], settings: Sequence[Setting], requests: int) -> list[Setting]:
+        """Return the settings in `left` without those that a cost model predicts to be far worse than the best."""
+        measured = self.history.worked()
+        predicted = self._runner.predict(list(dict.fromkeys([*measured, *settings])), requests, self._rate)
+        out = hopeless([setting for setting in left if setting not in measured], predicted, self.history)
+        self.history.skipped |= out
+        return [setting for setting in left if setting not in out]
 
     async def _run(self, setting: Setting, requests: int, round_index: int) -> TrialRun | None:
         """Run a setting once. If the time limit ends the run, set `out_of_time` and return None."""
@@ -236,10 +224,9 @@ class Race:
         measured = self.history.worked()
         good = self._good(measured)
         if not good:
-            nearest, full = next(iter(self.history.missed()), None), self.full
-            in_full = [s for s in measured if self.history.trial(s).longest == full]
-            enough = nearest is None or nearest.longest == full or len(in_full) >= MOST_CONTENDERS
-            return [] if nearest is None or enough else [nearest.setting]
+            in_full = sum(self.history.trial(setting).longest == self.full for setting in measured)
+            nearest = missed_trials(self.history)[: 1 if in_full < MOST_CONTENDERS else 0]
+            return [trial.setting for trial in nearest if trial.longest < self.full]
         table = self.history.ranking()
         ranked = table.ranked(good)
         near = [setting for setting in ranked if table.share(setting, ranked[0]) >= 1 - REACH]

@@ -13,7 +13,7 @@ from typing import Any
 from llmsched.cli import render
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import OutOfTimeError, TrialRunner, attempt
-from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.cli.tune.trial_runs import Predictions, TrialRun
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.toml_files import read_file
 
@@ -23,7 +23,7 @@ def state_path(profile: Path) -> Path:
     return profile.with_name(f"{profile.stem}.state.jsonl")
 
 
-class ResumableRunner:
+class ResumableRunner(TrialRunner):
     """TrialRunner that records the runs of another TrialRunner in a journal and does not repeat recorded runs.
 
     The first line of the JSON Lines file identifies the search; each further line holds a run or predictions.
@@ -45,7 +45,7 @@ class ResumableRunner:
         self.path = path
         self._runner = runner
         self._runs: dict[tuple[Setting, int, int, float | None], deque[TrialRun]] = defaultdict(deque)
-        self._predicted: deque[dict[Setting, TrialRun]] = deque()
+        self._predicted: deque[Predictions] = deque()
         self._writable = True
         self._deadline = deadline
         about = json.loads(json.dumps(about))
@@ -66,9 +66,7 @@ class ResumableRunner:
         self._keep({"run": asdict(run), "rate": rate})
         return run
 
-    def predict(
-        self, settings: Sequence[Setting], requests: int, rate: float | None = None
-    ) -> Mapping[Setting, TrialRun]:
+    def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
         if self._predicted and (known := self._predicted.popleft()).keys() <= set(settings):
             return known
         predicted = self._runner.predict(settings, requests, rate)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from statistics import median
@@ -24,8 +24,8 @@ from llmsched.cli.targets.engine_target import EngineTarget, running, until_idle
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import OutOfTimeError
-from llmsched.cli.tune.trial_runs import TrialRun, run_of
+from llmsched.cli.tune.race import OutOfTimeError, TrialRunner
+from llmsched.cli.tune.trial_runs import Predictions, TrialRun, run_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
@@ -47,8 +47,7 @@ _MAX_STEPS, _MIN_STEPS = 4096, 32
 class TrialLoad(NamedTuple):
     """Load that every setting serves, together with the SLOs to meet and the timeout of a request in seconds.
 
-    Random prompts are drawn from the token ids `ids`. `encode` turns the texts of a trace into token ids. A simulated
-    run ends with OutOfTimeError at `deadline`, a time of time.monotonic.
+    Random prompts are drawn from the token ids `ids`. `encode` turns the texts of a trace into token ids.
     """
 
     load: Load
@@ -56,7 +55,6 @@ class TrialLoad(NamedTuple):
     timeout: float
     ids: Sequence[int] = COMMON_IDS
     encode: TextEncoder = WordEncoder(COMMON_IDS)
-    deadline: float = math.inf
 
     def at_rate(self, rate: float | None, requests: int) -> TrialLoad:
         """Return the same load at another rate (None: unchanged), synthetic loads with at least `requests` requests.
@@ -73,12 +71,14 @@ class TrialLoad(NamedTuple):
         return self._replace(load=load)
 
 
-class EngineRunner:
+class EngineRunner(TrialRunner):
     """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it has failed.
 
     Every run starts with an empty prefix cache. All settings of a round get the same prompts. Each round has new
-    prompts.
+    prompts. Predictions end at `deadline`, a time of time.monotonic.
     """
+
+    deadline = math.inf
 
     def __init__(self, config: EngineConfig, work: TrialLoad, progress: Progress) -> None:
         self._config = config
@@ -104,10 +104,6 @@ class EngineRunner:
             self._work = self._work._replace(ids=ids, encode=TokenizerEncoder(engine.tokenizer))
             self._warm.clear()
         return self._engine
-
-    def end_at(self, deadline: float) -> None:
-        """Set the time of time.monotonic at which predictions end."""
-        self._work = self._work._replace(deadline=deadline)
 
     async def close(self) -> None:
         """Stop the engine, if there is one."""
@@ -141,9 +137,7 @@ class EngineRunner:
         run = run_of(setting, round_index, requests, figures, self._watch.peak_running, seconds)
         return replace(run, others_cpu=others_cpu(self._process))
 
-    def predict(
-        self, settings: Sequence[Setting], requests: int, rate: float | None = None
-    ) -> Mapping[Setting, TrialRun]:
+    def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
         """Return simulated runs of the settings, if enough steps were recorded to fit a cost model.
 
         The simulation recomputes preempted requests, even if the engine swaps them.
@@ -157,35 +151,41 @@ class EngineRunner:
         with suppress(OutOfTimeError):
             for setting in settings:
                 kv = make_kv(config, plan.num_blocks, layout=plan.layout)
-                runs[setting] = simulated_run(SimulatedEngine(config, kv, cost), setting, requests, work)
+                engine = SimulatedEngine(config, kv, cost)
+                runs[setting] = simulated_run(engine, setting, requests, work, deadline=self.deadline)
         return runs
 
 
-class SimulatedRunner:
-    """TrialRunner on a virtual clock. `predict` returns nothing, because a run is already a simulation.
+class SimulatedRunner(TrialRunner):
+    """TrialRunner on a virtual clock. It predicts nothing, because a run is already a simulation.
 
-    Every round sends the same prompts, so a full run has the figures of `bench --simulate`.
+    Every round sends the same prompts, so a full run has the figures of `bench --simulate`. A run raises OutOfTimeError
+    at `deadline`, a time of time.monotonic.
     """
+
+    deadline = math.inf
 
     def __init__(self, blueprint: Blueprint, work: TrialLoad) -> None:
         self._blueprint = blueprint
         self._work = work
 
     async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        work = self._work.at_rate(rate, requests)
-        run = simulated_run(self._blueprint.engine(), setting, requests, work)
-        return replace(run, round_index=round_index)
-
-    def predict(
-        self, settings: Sequence[Setting], requests: int, rate: float | None = None
-    ) -> Mapping[Setting, TrialRun]:
-        return {}
+        engine, work = self._blueprint.engine(), self._work.at_rate(rate, requests)
+        return simulated_run(engine, setting, requests, work, round_index, self.deadline)
 
 
-def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work: TrialLoad) -> TrialRun:
+def simulated_run(
+    engine: SimulatedEngine,
+    setting: Setting,
+    requests: int,
+    work: TrialLoad,
+    round_index: int = 0,
+    deadline: float = math.inf,
+) -> TrialRun:
     """Simulate the first `requests` requests of the load with a setting. `engine` must not have run before.
 
-    Raises ConfigError if the setting is above the limits for which the engine's memory was planned.
+    Raises ConfigError if the setting is above the limits for which the engine's memory was planned, and OutOfTimeError
+    if the simulation is not complete at `deadline`, a time of time.monotonic.
     """
     start = time.perf_counter()
     engine.reconfigure(**asdict(setting))
@@ -193,7 +193,7 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
 
     def note_step(usage: KVUsage) -> None:
         nonlocal peak_running
-        if time.monotonic() >= work.deadline:
+        if time.monotonic() >= deadline:
             raise OutOfTimeError
         meter(usage)
         peak_running = max(peak_running, len(engine.scheduler.running))
@@ -208,10 +208,9 @@ def simulated_run(engine: SimulatedEngine, setting: Setting, requests: int, work
         timeout=work.timeout,
         stop_after=stop_after,
     )
-    figures = measure(
-        RunRecord(clients.run(), engine.scheduler.counters.num_preemptions, meter=meter), work.load, work.slo
-    )
-    return run_of(setting, 0, requests, figures, peak_running, time.perf_counter() - start)
+    run = RunRecord(clients.run(), engine.scheduler.counters.num_preemptions, meter=meter)
+    figures = measure(run, work.load, work.slo)
+    return run_of(setting, round_index, requests, figures, peak_running, time.perf_counter() - start)
 
 
 def others_cpu(this: psutil.Process) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Literal
 
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.tune.knobs import PeakDemand, Setting
-from llmsched.engine.percentiles import Summary, statistic, summarise
+from llmsched.engine.percentiles import statistic
+
+#: Rate that a search maximises: requests per second that met every SLO, or output tokens per second.
+Goal = Literal["goodput", "throughput"]
 
 FIGURES = ("ttft", "itl", "tpot", "e2e")
 
@@ -38,25 +42,14 @@ def thinned(samples: Iterable[float]) -> ThinnedSamples:
     return ThinnedSamples(tuple(round(value, 7) for value in kept), each, sum(ordered), ordered[-1])
 
 
-def pooled(parts: Sequence[ThinnedSamples]) -> Summary:
-    """Summarise the samples of several runs as one distribution."""
-    summary = summarise(_expanded(parts))
-    if not summary.count:
-        return summary
-    mean, most = sum(part.total for part in parts) / summary.count, max(part.most for part in parts)
-    return replace(summary, mean=mean, max=most)
-
-
-def pooled_statistic(parts: Sequence[ThinnedSamples], name: str) -> float | None:
-    """Return a statistic of the pooled samples of several runs, by its name in `percentiles`; None without samples."""
-    if name in ("mean", "max"):
-        found: float | None = getattr(pooled(parts), name)
-        return found
-    return statistic(_expanded(parts), name)
-
-
-def _expanded(parts: Sequence[ThinnedSamples]) -> list[float]:
-    return [value for part in parts for value in part.values for _ in range(part.each)]
+def pooled(parts: Sequence[ThinnedSamples], name: str) -> float | None:
+    """Return a statistic, such as "p99" or "mean", of the samples of several runs together; None without samples."""
+    values = [value for part in parts for value in part.values for _ in range(part.each)]
+    if values and name == "max":
+        return max(part.most for part in parts)
+    if values and name == "mean":
+        return sum(part.total for part in parts) / len(values)
+    return statistic(values, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +76,6 @@ class TrialRun:
     others_cpu: float = 0.0
 
     @property
-    def throughput(self) -> float | None:
-        """Output tokens per second; None if the setting does not work."""
-        return None if self.problem else self.tokens_per_s
-
-    @property
     def requests_per_s(self) -> float | None:
         """Completed requests per second, ramp-up excluded; None without a rate."""
         if self.tokens_per_s is None or not self.output_tokens:
@@ -100,6 +88,14 @@ class TrialRun:
         if "all" not in self.met or self.tokens_per_s is None or not self.output_tokens:
             return None
         return self.tokens_per_s * self.met["all"] / self.output_tokens
+
+    def rate(self, goal: Goal) -> float | None:
+        """Return goodput or throughput, whichever is the goal; None if the setting does not work."""
+        return None if self.problem else self.goodput_rps if goal == "goodput" else self.tokens_per_s
+
+
+#: Runs that a cost model predicts, by setting.
+Predictions = Mapping[Setting, TrialRun]
 
 
 def run_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -15,20 +14,19 @@ from typing import Any, TypeVar
 from llmsched.cli import render
 from llmsched.cli.figures.client_lag import BUSY
 from llmsched.cli.load.load import Load
-from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
 from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.options.flags import flag
-from llmsched.cli.profiles.apply import device_table
+from llmsched.cli.profiles.apply import device_table, profile_settings
 from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
-from llmsched.cli.tune.choice import Chooser, JudgedBy
 from llmsched.cli.tune.knees import MEASURED_TOLERANCE, SIMULATED_TOLERANCE, KneeFinder, RateReport, scalable
 from llmsched.cli.tune.knob_search import SearchSpace
 from llmsched.cli.tune.knobs import KNOBS, Setting, largest_useful, powers_of_two
-from llmsched.cli.tune.race import OutOfTimeError, Race, TrialRunner, rung_lengths
+from llmsched.cli.tune.race import OutOfTimeError, Race, rung_lengths
+from llmsched.cli.tune.rate_search import JudgedBy, RateSearch
 from llmsched.cli.tune.resume import ResumableRunner, state_path
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
-from llmsched.cli.tune.trial_runs import TrialRun
-from llmsched.cli.tune.trials import Goal, TrialHistory
+from llmsched.cli.tune.trial_history import TrialHistory
+from llmsched.cli.tune.trial_runs import Goal
 from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
@@ -40,7 +38,7 @@ from llmsched.engine.provenance import Provenance
 from llmsched.engine.simulated_engine import Blueprint
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.toml_files import Scalar
-from llmsched.profiles.tuned import TunedProfile, latest_profile
+from llmsched.profiles.tuned import latest_profile
 
 #: Numbers of full runs that a search needs: usually _FULL_RUNS, but _ALL_RUNS for a simulation without short runs.
 _FULL_RUNS, _ALL_RUNS = 10, 25
@@ -54,9 +52,6 @@ _LONGEST_SIMULATED, _RUNS_AT_RATES = 30.0, 12
 _BUSY_SHARE = 0.15
 #: Waiting requests allowed, for loads that are made longer.
 _QUEUE = 100_000
-
-#: Token budgets that do not fit into memory, each with the error.
-Refused = dict[int, ConfigError]
 
 Target = TypeVar("Target")
 
@@ -102,9 +97,9 @@ class TuneOutcome:
     task: TuneTask
     model: Mapping[str, str]
     device: Mapping[str, Scalar]
-    memory: Mapping[str, Scalar]
     provenance: Provenance
     history: TrialHistory
+    memory: Mapping[str, Scalar] = field(default_factory=dict)
     rates: RateReport = field(default_factory=RateReport)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -126,16 +121,15 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
 
     runner, refused = await _open_largest(task, device_memory(task.options.given.get("device", "auto")).kind, start)
     try:
-        engine, planner = (await runner.engine()).core, open_planner(task.model, progress)
+        engine = (await runner.engine()).core
         outcome = TuneOutcome(
             task,
-            {"name": engine.model.name, "architecture": engine.model.architecture, "digest": planner.digest},
+            _model_table(task.model, progress),
             device_table(engine.config.device),
-            {} if engine.plan is None else ratios(engine.plan),
             Provenance("in process"),
-            TrialHistory(task.slo, task.goal),
+            TrialHistory(task.slo, task.goal, _default(task, engine.config)),
+            {} if engine.plan is None else ratios(engine.plan),
         )
-        runner.end_at(time.monotonic() + task.time_limit)
         await _search(outcome, engine.config, refused, runner, progress)
     finally:
         await runner.close()
@@ -148,35 +142,32 @@ async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> Tun
     async def simulate(config: EngineConfig) -> Blueprint:
         return make_blueprint(config, device, progress)
 
-    planner = open_planner(task.model, progress)
     kind = device_memory(task.options.given.get("device", "auto")).kind if device == LOCAL else "cuda"
     blueprint, refused = await _open_largest(task, kind, simulate)
     for note in blueprint.notes:
         render.warn(note)
-    simulated = blueprint.plan.device
-    here = device_table(simulated.kind) if blueprint.provenance.calibration_error is not None else {}
-    architecture = str((planner.content.get("architectures") or [""])[0])
+    simulated, config = blueprint.plan.device, blueprint.config
     outcome = TuneOutcome(
         task,
-        {"name": model_name(task.model), "architecture": architecture, "digest": planner.digest},
-        here or {"kind": simulated.kind, "name": simulated.name},
-        {},
+        _model_table(task.model, progress),
+        device_table(simulated.kind) if device == LOCAL else {"kind": simulated.kind, "name": simulated.name},
         blueprint.provenance,
-        TrialHistory(task.slo, task.goal, exact=True),
+        TrialHistory(task.slo, task.goal, _default(task, config), exact=True),
     )
-    encode, deadline = TextEncode(task.model, render.warn), time.monotonic() + task.time_limit
-    load = TrialLoad(task.load, task.slo, task.timeout, encode=encode, deadline=deadline)
-    await _search(outcome, blueprint.config, refused, SimulatedRunner(blueprint, load), progress)
+    load = TrialLoad(task.load, task.slo, task.timeout, encode=TextEncode(task.model, render.warn))
+    await _search(outcome, config, refused, SimulatedRunner(blueprint, load), progress)
     return outcome
+
+
+def _model_table(model: str, progress: Progress) -> dict[str, str]:
+    planner = open_planner(model, progress)
+    architecture = str((planner.content.get("architectures") or [""])[0])
+    return {"name": model_name(model), "architecture": architecture, "digest": planner.digest}
 
 
 def _warn_of_long_load(task: TuneTask) -> None:
     """Warn if the time limit is too short for the usual number of runs of the load."""
-    load = task.load
-    if load.closed:
-        seconds = load.stop_after or 0.0
-    else:
-        seconds = max((request.offset for request in load.plan(COMMON_IDS, WordEncoder(COMMON_IDS))), default=0.0)
+    seconds = task.load.stop_after or task.load.last_offset
     if seconds > task.time_limit / _FULL_RUNS:
         once, whole = render.human_seconds(seconds), render.human_seconds(task.time_limit)
         render.warn(
@@ -187,11 +178,11 @@ def _warn_of_long_load(task: TuneTask) -> None:
 
 async def _open_largest(
     task: TuneTask, kind: str, open_target: Callable[[EngineConfig], Awaitable[Target]]
-) -> tuple[Target, Refused]:
+) -> tuple[Target, dict[int, str]]:
     """Call `open_target` with ever smaller token budgets until one fits into memory.
 
-    Return the opened target and the budgets that did not fit. Raises ConfigError if none fits, and LlmschedError if the
-    scheduling policy cannot be tuned.
+    Return the opened target, and the reasons why larger budgets do not fit. Raises ConfigError if none fits, and
+    LlmschedError if the scheduling policy cannot be tuned.
     """
     if (policy := task.options.given.get("scheduling_policy", "fair")) != "fair":
         raise LlmschedError(
@@ -200,55 +191,50 @@ async def _open_largest(
         )
     load = task.load
     concurrency = load.num_requests if task.by_knee else load.max_concurrency or load.num_requests
-    useful = largest_useful(concurrency, load.longest_input)
-    defaults = {
-        "max_num_batched_tokens": max(task.smallest, DEFAULT_TOKEN_BUDGET[kind], min(_LARGEST[kind], useful)),
-        "max_queue_size": max(_QUEUE, load.num_requests),
-    }
-    config, refused = task.options.config(task.model, defaults), Refused()
+    useful = min(_LARGEST[kind], largest_useful(concurrency, load.longest_input))
+    tokens = max(task.smallest, DEFAULT_TOKEN_BUDGET[kind], useful)
+    defaults = {"max_num_batched_tokens": tokens, "max_queue_size": max(_QUEUE, load.num_requests)}
+    config, refused = task.options.config(task.model, defaults), dict[int, str]()
     while True:
         try:
             target = await open_target(config)
             break
         except ConfigError as problem:
-            if problem.field == "simulate":
+            tokens = config.max_num_batched_tokens or tokens
+            if problem.field == "simulate" or tokens <= task.smallest:
                 raise
-            tokens = config.max_num_batched_tokens
-            assert tokens is not None
-            smaller = powers_of_two(task.smallest, tokens)[:-1]
-            if not smaller:
-                raise
-            refused[tokens] = problem
-            config = replace(config, max_num_batched_tokens=smaller[-1])
-    for tokens, error in refused.items():
+            refused[tokens] = " ".join(problem.text(flag).split())
+            config = replace(config, max_num_batched_tokens=powers_of_two(task.smallest, tokens)[-2])
+    for tokens, reason in refused.items():
         end = f"the sweep ends at {config.max_num_batched_tokens}"
-        render.note(f"max_num_batched_tokens {tokens} does not fit ({error.text(flag)}); {end}")
+        render.note(f"max_num_batched_tokens {tokens} does not fit ({reason}); {end}")
     return target, refused
 
 
 async def _search(
-    outcome: TuneOutcome, config: ResolvedConfig, refused: Refused, runner: TrialRunner, progress: Progress
+    outcome: TuneOutcome,
+    config: ResolvedConfig,
+    refused: dict[int, str],
+    runner: EngineRunner | SimulatedRunner,
+    progress: Progress,
 ) -> None:
     """Search with a runner whose engine has the settings of `config`, and fill in the outcome."""
     now = asyncio.get_running_loop().time
-    began, task = now(), outcome.task
-    start = default = _default(task, config)
+    task, history, load = outcome.task, outcome.history, outcome.task.load
+    began = now()
+    runner.deadline = deadline = began + task.time_limit
+    start = history.default
     budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
-    if task.warm_start and (found := latest_profile(outcome.model, outcome.device)) is not None:
-        name, profile = found
-        start = _warm_start(start, profile, config)
-        if task.smallest <= start.max_num_batched_tokens <= config.max_num_batched_tokens:
-            budgets = sorted({*budgets, start.max_num_batched_tokens})
+    if task.warm_start and (name := latest_profile(outcome.model, outcome.device)) is not None:
+        start = _warm_start(task, name, start, config)
+        budgets = sorted({*budgets, max(task.smallest, start.max_num_batched_tokens)})
         outcome.notes.append(f"the search started from profile {name}")
     identity = _identity(outcome, budgets)
-    deadline = began + task.time_limit
     resumable = ResumableRunner(runner, state_path(task.destination), identity, resume=task.resume, deadline=deadline)
-    history, load = outcome.history, task.load
-    history.default = default
     lengths = rung_lengths(load.num_requests, load.max_concurrency or 1)
     longest = _LONGEST_SIMULATED if history.exact else task.time_limit / _RUNS_AT_RATES
     short = lengths[-1] if history.exact else lengths[-2:][0]
-    make_finder = partial(KneeFinder, resumable, load, task.slo, requests=short, longest=longest, progress=progress)
+    make_finder = partial(KneeFinder, resumable, load, task.slo, short, longest, progress=progress)
     find = make_finder(tolerance=SIMULATED_TOLERANCE if history.exact else MEASURED_TOLERANCE)
     guess = None if history.exact else make_finder(tolerance=SIMULATED_TOLERANCE, predicted=True)
 
@@ -263,22 +249,15 @@ async def _search(
         return Race(resumable, history, lengths, task.rounds, deadline - now(), progress, rate)
 
     space = SearchSpace(task.knobs, tuple(budgets), start, config.max_num_seqs, config.max_headroom, refused)
-    chooser = Chooser(history, default, load, space, race, find, guess, outcome.rates, outcome.notes)
-    history.chosen = await (chooser.by_knee() if task.by_knee else chooser.at_given())
-    outcome.warnings += _busy(history.all_runs)
+    rate_search = RateSearch(history, load, space, race, find, guess, outcome.rates, outcome.notes)
+    history.chosen = await (rate_search.by_knee() if task.by_knee else rate_search.at_given())
+    if disturbed := [run.others_cpu for run in history.all_runs if run.others_cpu > _BUSY_SHARE]:
+        outcome.warnings.append(
+            f"{len(disturbed)} of {len(history.all_runs)} runs may be too slow, {BUSY}, which used up to "
+            f"{max(disturbed):.0%} of its CPU time: run tune again when it is idle"
+        )
     resumable.delete_journal()
     outcome.seconds = now() - began
-
-
-def _busy(runs: Sequence[TrialRun]) -> list[str]:
-    """Return a warning if other processes kept the machine busy during the runs."""
-    disturbed = [run.others_cpu for run in runs if run.others_cpu > _BUSY_SHARE]
-    if not disturbed:
-        return []
-    return [
-        f"{len(disturbed)} of {len(runs)} runs may be too slow, {BUSY}, which used up to {max(disturbed):.0%} of its "
-        "CPU time: run tune again when it is idle"
-    ]
 
 
 def _default(task: TuneTask, config: ResolvedConfig) -> Setting:
@@ -288,19 +267,14 @@ def _default(task: TuneTask, config: ResolvedConfig) -> Setting:
     return Setting(**{knob: getattr(config, knob) for knob in KNOBS} | {"max_num_batched_tokens": tokens})
 
 
-def _warm_start(start: Setting, profile: TunedProfile, config: EngineConfig) -> Setting:
+def _warm_start(task: TuneTask, profile: str, start: Setting, config: ResolvedConfig) -> Setting:
     """Return `start` with the profile's knob values, except those above the limits and those that a flag sets."""
-    plain = EngineConfig()
-    known: dict[str, Any] = {}
-    for knob in KNOBS:
-        value = profile.engine.get(knob)
-        untouched = knob == "max_num_batched_tokens" or getattr(config, knob) == getattr(plain, knob)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not untouched:
-            continue
-        most = getattr(config, knob) if knob in ("max_num_batched_tokens", "max_num_seqs") else None
-        if most is None or value <= most:
-            known[knob] = value
+    limits = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
+    fixed = task.options.given.keys() - {"max_num_batched_tokens"}
     try:
+        settings = profile_settings(profile)
+        known = {knob: settings[knob] for knob in KNOBS if knob in settings and knob not in fixed}
+        known = {knob: value for knob, value in known.items() if value <= limits.get(knob, value)}
         replace(config, **known)
     except ConfigError:
         return start

@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.tune.explanation import rate_in_words
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting, describe, powers_of_two
+from llmsched.cli.tune.preference import best_trial
 from llmsched.cli.tune.race import Race, TrialRunner, rung_lengths
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
-from llmsched.cli.tune.trials import Trial, TrialHistory
-from llmsched.cli.tune.tune_report import rate_in_words
+from llmsched.cli.tune.trial_history import TrialHistory
+from llmsched.cli.tune.trials import Trial
 from llmsched.engine.calibration.timing import measure_device
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo
@@ -48,15 +50,15 @@ class GridTask:
     rounds: int
 
     def history(self, *, exact: bool = False) -> TrialHistory:
-        return TrialHistory(self.asked.slo, "goodput", exact=exact)
+        return TrialHistory(self.asked.slo, "goodput", START, exact=exact)
 
 
 async def find_limit(runner: TrialRunner, task: GridTask) -> float:
     """Find an ITL limit in the widest gap between the P99s of the budgets."""
-    found = TrialHistory(Slo(), "throughput")
+    found = TrialHistory(Slo(), "throughput", START)
     for budget in BUDGETS:
         found.add(await runner.run(Setting(budget, SEQS[-1]), task.requests, 999))
-    figures = sorted(trial.latencies["itl"].p99 or 1.0 for trial in found.trials())
+    figures = sorted(trial.p99["itl"] or 1.0 for trial in found.trials())
     below, above = max(pairwise(figures), key=lambda pair: pair[1] / pair[0])
     return float((below * above) ** 0.5)
 
@@ -98,7 +100,7 @@ def calibrated(config: EngineConfig) -> Blueprint:
 
 def show_trials(tuned: TrialHistory) -> None:
     for trial in tuned.trials():
-        p99 = trial.latencies["itl"].p99
+        p99 = trial.p99["itl"]
         itl = "n/a" if p99 is None else f"{1e3 * p99:.1f} ms"
         name = describe(trial.setting, GRID)
         rate = rate_in_words(trial, tuned.goal)
@@ -112,7 +114,7 @@ def show_grid(measured: TrialHistory, simulated: TrialHistory) -> None:
     for setting in GRID:
         cells = []
         for trial in (measured.trial(setting), simulated.trial(setting)):
-            p99 = trial.latencies["itl"].p99
+            p99 = trial.p99["itl"]
             itl = "n/a" if p99 is None else f"{1e3 * p99:.1f}"
             rate = trial.output_tokens_per_s if measured.goal == "throughput" else trial.goodput_rps
             cells.append(f"{rate or 0.0:>9.2f} {itl:>8} {'' if trial.feasible else 'no':>4}")
@@ -133,7 +135,7 @@ async def compare(runner: EngineRunner, task: GridTask) -> TrialHistory:
     print(f"tune: {num_runs} runs in {tune_seconds:.0f} s; grid: {len(GRID) * task.rounds} in {grid_seconds:.0f} s")
     print(f"share of the grid's time: {tune_seconds / grid_seconds:.2f} (wanted: 0.20 or less)")
     show_trials(tuned)
-    chosen, best = tuned.best(), grid.best()
+    chosen, best = best_trial(tuned), best_trial(grid)
     print(f"MEASURED choice of tune: {told(chosen, tuned)}")
     print(f"MEASURED best of the grid: {told(best, grid)}")
     if chosen is not None and best is not None:
@@ -156,13 +158,13 @@ async def duel(runner: EngineRunner, task: GridTask, chosen: Setting, best: Sett
 
 async def compare_simulated(blueprint: Blueprint, task: GridTask, grid: TrialHistory) -> None:
     """Print the choice made on a virtual clock, and what that choice gave when it was measured."""
-    runner, best = SimulatedRunner(blueprint, task.asked), grid.best()
+    runner, best = SimulatedRunner(blueprint, task.asked), best_trial(grid)
     simulated, seconds = await measure(runner, task, GRID, 1, 100)
     found, tune_seconds = await tune(runner, task)
     show_grid(grid, simulated)
-    print(f"SIMULATED best of the grid ({seconds:.1f} s): {told(simulated.best(), simulated)}")
-    print(f"SIMULATED choice of tune ({tune_seconds:.1f} s): {told(found.best(), found)}")
-    for name, trial in (("best", simulated.best()), ("choice", found.best())):
+    print(f"SIMULATED best of the grid ({seconds:.1f} s): {told(best_trial(simulated), simulated)}")
+    print(f"SIMULATED choice of tune ({tune_seconds:.1f} s): {told(best_trial(found), found)}")
+    for name, trial in (("best", best_trial(simulated)), ("choice", best_trial(found))):
         if trial is not None and best is not None:
             share = grid.ranking().share(trial.setting, best.setting)
             reason = grid.trial(trial.setting).reason or "feasible"

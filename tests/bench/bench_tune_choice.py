@@ -23,9 +23,11 @@ from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
-from llmsched.cli.tune.knees import OF_KNEE
+from llmsched.cli.tune.explanation import conclusion
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.tune_report import conclusion, make_profile
+from llmsched.cli.tune.preference import best_trial
+from llmsched.cli.tune.rate_search import MULTIPLES
+from llmsched.cli.tune.tune_json import make_profile
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo
@@ -87,7 +89,7 @@ def compare(name: str, settings: Sequence[Setting], share: str, load: Load, figu
 
 
 def simulated(name: str, model: str, gpu: str, outcome: TuneOutcome, loads: Sequence[tuple[str, Load]]) -> list[float]:
-    best, default = outcome.history.best(), outcome.history.default
+    best, default = best_trial(outcome.history), outcome.history.default
     if best is None or default is None:
         print(f"{name}: {conclusion(outcome)}")
         return []
@@ -113,7 +115,7 @@ def all_simulated(time_limit: float) -> None:
             told.append(f"{name}: {conclusion(outcome)}")
             knee = outcome.rates.best.met or load.asked_rate or 1.0
             ratios = simulated(
-                name, path, gpu, outcome, [(f"{share}", load.at_rate(share * knee)) for share in OF_KNEE]
+                name, path, gpu, outcome, [(f"{share}", load.at_rate(share * knee)) for share in MULTIPLES["knee"]]
             )
             worst = min([worst, *ratios[:3]])
     model, gpu = MODELS[0]
@@ -139,14 +141,14 @@ def all_measured(time_limit: float) -> None:
     print(f"MEASURED\n\n{conclusion(outcome)}\n")
     for note in (*outcome.notes, *outcome.warnings):
         print(f"- {note}")
-    best, default = outcome.history.best(), outcome.history.default
+    best, default = best_trial(outcome.history), outcome.history.default
     if best is None or default is None:
         return
     knee = outcome.rates.best.met or outcome.rates.given or 1.0
     settings = (default, best.setting)
     print(f"\nprofile: {dict(make_profile(outcome, best).engine)}\n")
     header()
-    for share in OF_KNEE:
+    for share in MULTIPLES["knee"]:
         open_load = SyntheticLoad(num_prompts=32, input_len=128, output_len=32, request_rate=share * knee)
         figures = [asyncio.run(served(EngineConfig("demo", **asdict(setting)), open_load, slo)) for setting in settings]
         compare("demo", settings, f"{share}", open_load, figures)

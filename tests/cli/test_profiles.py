@@ -196,17 +196,13 @@ def test_the_newest_of_a_model_and_a_device_is_found(command: CommandLine, tmp_p
     save_profile(replace(ONE, created=datetime(2026, 2, 1, tzinfo=UTC)), "new")
     save_profile(replace(ONE, created=datetime(2026, 3, 1, tzinfo=UTC), model={"name": "other"}), "newest")
     (tmp_path / "profiles" / "broken.toml").write_text("[engine")
-    found = latest_profile({"name": "demo", "digest": "d"}, ONE.device)
-    assert found is not None
-    assert found[0] == "new"
-    assert latest_profile({"name": "demo"}, {**ONE.device, "kind": "cuda"}) is None
+    assert latest_profile({"name": "demo", "digest": "d"}, ONE.device) == "new"
+    assert latest_profile({"name": "demo"}, {**ONE.device, "name": "CPU with 4 cores"}) is None
     assert latest_profile({"name": "demo"}, {**ONE.device, "cores": 4}) is None
     gpu = {"kind": "cuda", "name": "NVIDIA H100 SXM5 80GB"}
     save_profile(replace(ONE, model={"name": "demo", "digest": "d"}, device=gpu), "gpu")
     driven = {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3", "cores": 64}
-    found = latest_profile({"name": "renamed", "digest": "d"}, driven)
-    assert found is not None
-    assert found[0] == "gpu"
+    assert latest_profile({"name": "renamed", "digest": "d"}, driven) == "gpu"
     assert latest_profile({"name": "demo", "digest": "e"}, driven) is None
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from llmsched.cli.tune.knobs import PeakDemand, Setting
+from llmsched.cli.tune.preference import best_trial
+from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
-from llmsched.cli.tune.trials import TrialHistory
 
 Figure = Callable[[Setting], float]
 
@@ -98,6 +99,6 @@ def made_run(
 
 def winner(history: TrialHistory) -> Setting:
     """Return the best setting of a history that has one."""
-    best = history.best()
+    best = best_trial(history)
     assert best is not None
     return best.setting

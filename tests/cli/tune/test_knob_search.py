@@ -13,12 +13,13 @@ import pytest
 from simulated_machine import Figure, SimulatedMachine, hill, made_run, winner
 from virtual_time import run_virtual
 
+from llmsched.cli.tune.explanation import explain
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import KNOBS, PeakDemand, Setting, powers_of_two
+from llmsched.cli.tune.preference import best_trial
 from llmsched.cli.tune.race import Race, rung_lengths
+from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import TrialRun
-from llmsched.cli.tune.trials import TrialHistory
-from llmsched.cli.tune.tune_report import explain
 from llmsched.engine.goodput import Slo
 
 BUDGETS = tuple(powers_of_two(32, 1024))
@@ -36,7 +37,7 @@ def searched(
     time_limit: float = math.inf,
     start: Setting | None = None,
 ) -> tuple[TrialHistory, list[str]]:
-    history = TrialHistory(slo or Slo(itl=1.0), "throughput")
+    history = TrialHistory(slo or Slo(itl=1.0), "throughput", start or Setting(32, 16))
 
     async def main() -> list[str]:
         race = Race(surface, history, rung_lengths(FULL, 4), REPEATS, time_limit)
@@ -83,7 +84,7 @@ def test_near_the_best_of_the_grid_in_a_fifth_of_its_time(drift: Callable[[float
         dice = random.Random(seed)
         rate = some_hill(dice)
         surface = SimulatedMachine(rate, full=FULL, noise=0.02, drift=drift, seed=seed)
-        best = searched(surface)[0].best()
+        best = best_trial(searched(surface)[0])
         assert best is not None
         reached.append(rate(best.setting) / max(map(rate, GRID)))
         spent.append(surface.work / grid_seconds(rate))
@@ -105,7 +106,7 @@ def test_a_cost_model_prunes_bad_settings() -> None:
             surface = SimulatedMachine(rate, full=FULL, noise=0.01, seed=seed, says=model)
             history, _ = searched(surface)
             runs[says] += len(surface.log)
-            best = history.best()
+            best = best_trial(history)
             assert best is not None
             if says:
                 reached.append(rate(best.setting) / max(map(rate, GRID)))
@@ -195,7 +196,7 @@ def test_the_search_ends_within_its_time_limit() -> None:
     surface = SimulatedMachine(lambda s: 10.0)
     history, notes = searched(surface, time_limit=100.0)
     assert surface.work <= 105.0
-    assert history.best() is not None
+    assert best_trial(history) is not None
     assert notes[-2:] == [
         "the choice rests on short runs: the first 8 of 32 requests",
         "the time limit ended the search early: longer runs or more repeats may change the choice",
@@ -220,7 +221,7 @@ def test_when_everything_breaks_every_setting_has_been_tried() -> None:
             raise RuntimeError(f"no {setting.max_num_batched_tokens}")
 
     history, notes = searched(Broken(lambda s: 1.0))
-    assert history.best() is None
+    assert best_trial(history) is None
     assert [trial.reason for trial in history.trials()] == [f"RuntimeError: no {tokens}" for tokens in BUDGETS]
     assert notes == ["max_num_seqs was not searched: no setting works so far"]
 
@@ -236,7 +237,7 @@ def test_a_setting_that_misses_the_slo_in_full_is_replaced_by_the_next() -> None
             return made_run(setting, requests, round_index, rate, itl=0.5 if slow else 0.1)
 
     history, _ = searched(Late(lambda s: 1.0), slo=Slo(itl=0.2), knobs=("max_num_batched_tokens",))
-    best = history.best()
+    best = best_trial(history)
     assert best is not None
     assert best.setting.max_num_batched_tokens == 256
     assert best.longest == FULL

@@ -9,15 +9,15 @@ from simulated_machine import made_run
 
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.predicted_pruning import hopeless
+from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import TrialRun
-from llmsched.cli.tune.trials import TrialHistory
 from llmsched.engine.goodput import Slo
 
 A, B, C, D = (Setting(tokens, 8) for tokens in (32, 64, 128, 256))
 
 
 def measured(rates: Mapping[Setting, float], slo: Slo | None = None, **itl: float) -> TrialHistory:
-    history = TrialHistory(slo or Slo(), "throughput")
+    history = TrialHistory(slo or Slo(), "throughput", A)
     for setting, rate in rates.items():
         history.add(made_run(setting, 10, 0, rate, itl.get(f"at_{setting.max_num_batched_tokens}", 0.02)))
     return history
@@ -77,7 +77,7 @@ def test_a_setting_that_misses_an_slo_rules_out_no_other() -> None:
 
 def test_settings_are_not_pruned_by_predicted_goodput() -> None:
     """C is predicted to just miss the limit: its goodput would be 0, while its throughput is the highest."""
-    history = TrialHistory(Slo(itl=0.1), "goodput")
+    history = TrialHistory(Slo(itl=0.1), "goodput", A)
     for setting, rate in ((A, 100.0), (B, 110.0)):
         history.add(made_run(setting, 10, 0, rate, 0.05))
     missed = made_run(C, 10, 0, 120.0, 0.105, met={"itl": 0, "all": 0})

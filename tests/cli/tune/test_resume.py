@@ -12,10 +12,11 @@ from virtual_time import run_virtual
 
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting, powers_of_two
+from llmsched.cli.tune.preference import best_trial
 from llmsched.cli.tune.race import OutOfTimeError, Race, rung_lengths
 from llmsched.cli.tune.resume import ResumableRunner, state_path
+from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import TrialRun
-from llmsched.cli.tune.trials import TrialHistory
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
 
@@ -52,7 +53,7 @@ def resumed(path: Path, about: dict[str, object] = ABOUT) -> ResumableRunner:
 
 
 def searched(machine: SimulatedMachine, path: Path, *, resume: bool = False) -> TrialHistory:
-    history = TrialHistory(Slo(itl=1.0), "throughput")
+    history = TrialHistory(Slo(itl=1.0), "throughput", Setting(32, 16))
 
     async def main() -> None:
         runner = ResumableRunner(machine, path, ABOUT, resume=resume)
@@ -84,7 +85,7 @@ def test_no_run_is_made_twice_and_the_result_is_the_same(tmp_path: Path, most: i
     found = searched(second, path, resume=True)
     assert first.log + second.log == whole.log
     assert found.trials() == expected.trials()
-    assert found.best() == expected.best()
+    assert best_trial(found) == best_trial(expected)
 
 
 def test_the_time_limit_ends_a_run(tmp_path: Path) -> None:

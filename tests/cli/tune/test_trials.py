@@ -11,11 +11,13 @@ from simulated_machine import made_run, winner
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.load.synthetic_load import SyntheticLoad
+from llmsched.cli.tune.explanation import explain
 from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.preference import best_trial, missed_trials, nearest_miss, relative_scores
 from llmsched.cli.tune.race import Race
-from llmsched.cli.tune.trial_runs import TrialRun, failed_run, run_of
-from llmsched.cli.tune.trials import Goal, Trial, TrialHistory, judge
-from llmsched.cli.tune.tune_report import explain
+from llmsched.cli.tune.trial_history import TrialHistory
+from llmsched.cli.tune.trial_runs import Goal, TrialRun, failed_run, run_of
+from llmsched.cli.tune.trials import Trial, judge
 from llmsched.engine.goodput import Slo
 
 SLO = Slo(ttft=1.0, itl=0.2)
@@ -56,7 +58,7 @@ class Scripted:
 def raced(
     runner: Scripted, *, rounds: int = 1, goal: Goal = "throughput", lengths: tuple[int, ...] = (10,), slo: Slo = SLO
 ) -> TrialHistory:
-    history = TrialHistory(slo, goal)
+    history = TrialHistory(slo, goal, A)
 
     async def main() -> None:
         race = Race(runner, history, lengths, rounds)
@@ -99,8 +101,8 @@ def test_a_wins_and_every_other_has_its_reason(goal: Goal, rounds: int, lengths:
 def test_explanation_if_no_setting_is_feasible() -> None:
     """F18, F19."""
     history = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C, D)}))
-    assert history.best() is None
-    nearest = history.nearest_miss()
+    assert best_trial(history) is None
+    nearest = nearest_miss(history)
     assert nearest is not None
     assert nearest.setting == D
     assert explain(history) == (
@@ -108,13 +110,13 @@ def test_explanation_if_no_setting_is_feasible() -> None:
         "above 1000 ms; relax the SLOs or lower the load"
     )
     broken = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C)}))
-    assert broken.nearest_miss() is None
+    assert nearest_miss(broken) is None
     assert explain(broken) == "none of the 2 settings works; see the reasons"
 
 
 def test_the_nearest_miss_is_the_least_one() -> None:
     history = raced(Scripted({A: lambda n: figures(1, gap=0.9), B: lambda n: figures(1, ttft=1.3)}))
-    nearest = history.nearest_miss()
+    nearest = nearest_miss(history)
     assert nearest is not None
     assert nearest.setting == B
     assert nearest.miss == pytest.approx(1.3)
@@ -122,7 +124,7 @@ def test_the_nearest_miss_is_the_least_one() -> None:
 
 def test_a_limit_that_nothing_meets_has_a_nearest_miss_too() -> None:
     history = raced(Scripted({A: lambda n: figures(1, ttft=0.3), B: lambda n: figures(1, ttft=0.2)}), slo=Slo(ttft=0))
-    nearest = history.nearest_miss()
+    nearest = nearest_miss(history)
     assert nearest is not None
     assert nearest.setting == B
 
@@ -174,12 +176,12 @@ def test_goodput_and_throughput_can_disagree() -> None:
     """B makes more tokens, but a third of its requests miss the ITL SLO, which applies to each request's median."""
     slo, fast = Slo(itl=0.2, itl_statistic="p50"), made_run(B, 30, 0, 12.0, met={"itl": 20, "all": 20})
     for goal, expected in (("throughput", B), ("goodput", A)):
-        history = TrialHistory(slo, goal)  # type: ignore[arg-type]
+        history = TrialHistory(slo, goal, A)  # type: ignore[arg-type]
         history.add(made_run(A, 30, 0, 10.0))
         history.add(fast)
         assert winner(history) == expected
     assert fast.goodput_rps == pytest.approx(12.0 / 10 * 20 / 30)
-    assert TrialHistory(Slo(), "goodput").goal == "throughput"
+    assert TrialHistory(Slo(), "goodput", A).goal == "throughput"
 
 
 def test_explanation_of_a_tie() -> None:
@@ -215,14 +217,11 @@ def test_a_setting_that_breaks_in_a_later_round_is_infeasible() -> None:
 
 def test_percentiles_are_of_all_runs_together() -> None:
     """One run of two is slow: half of all samples are its own, so the P99 is too."""
-    history = TrialHistory(Slo(), "throughput")
+    history = TrialHistory(Slo(), "throughput", A)
     for index in range(2):
         history.add(run_of(A, index, 10, figures(1.0, ttft=0.1 + 0.5 * index)))
     trial: Trial = history.trial(A)
-    ttft = trial.latencies["ttft"]
-    assert ttft.count == 20
-    assert ttft.p50 == pytest.approx(0.35)
-    assert ttft.p99 == pytest.approx(0.6)
+    assert trial.p99["ttft"] == pytest.approx(0.6)
     assert trial.rounds == 2
 
 
@@ -248,7 +247,7 @@ def test_capacity_is_not_taken_from_the_ramp() -> None:
 
 
 def test_a_short_run_is_no_contender_where_others_ran_longer() -> None:
-    history = TrialHistory(SLO, "throughput")
+    history = TrialHistory(SLO, "throughput", A)
     history.add(made_run(A, 8, 0, 99.0))
     history.add(made_run(B, 8, 0, 9.0))
     history.add(made_run(B, 32, 1, 9.0))
@@ -257,27 +256,27 @@ def test_a_short_run_is_no_contender_where_others_ran_longer() -> None:
 
 def test_a_setting_is_judged_by_its_longest_runs() -> None:
     """Short runs serve another load: they give no P99 and no nearest miss."""
-    history = TrialHistory(Slo(itl=0.1), "throughput")
+    history = TrialHistory(Slo(itl=0.1), "throughput", A)
     for run in (made_run(A, 8, 0, 20.0, itl=0.05), made_run(A, 32, 1, 10.0, itl=0.5), made_run(B, 8, 0, 20.0, itl=0.2)):
         history.add(run)
     trial = history.trial(A)
-    assert (trial.latencies["itl"].p99, trial.output_tokens_per_s, trial.completed) == (0.5, 10.0, 32)
+    assert (trial.p99["itl"], trial.output_tokens_per_s, trial.completed) == (0.5, 10.0, 32)
     assert (trial.rounds, trial.longest) == (2, 32)
-    assert [missed.setting for missed in history.missed()] == [B, A]
-    assert history.nearest_miss() == trial
+    assert [missed.setting for missed in missed_trials(history)] == [B, A]
+    assert nearest_miss(history) == trial
 
 
 def test_a_setting_that_broke_is_not_a_near_miss() -> None:
-    history = TrialHistory(SLO, "throughput")
+    history = TrialHistory(SLO, "throughput", A)
     history.add(made_run(A, 8, 0, 20.0))
     history.add(failed_run(A, 1, 8, MemoryError("no room")))
     assert history.trial(A).reason == "MemoryError: no room"
-    assert history.nearest_miss() is None
+    assert nearest_miss(history) is None
 
 
 def test_explanation_compares_runs_of_the_same_length() -> None:
     """A and C ran in full. B, in short runs only, was ahead of both; D was slower than A in the same round."""
-    history = TrialHistory(Slo(itl=0.1), "throughput")
+    history = TrialHistory(Slo(itl=0.1), "throughput", A)
     for run in (made_run(A, 8, 0, 50.0), made_run(B, 8, 0, 60.0), made_run(C, 8, 0, 40.0)):
         history.add(run)
     for run in (made_run(D, 8, 0, 45.0, itl=0.5), made_run(A, 32, 1, 20.0), made_run(C, 32, 1, 16.0)):
@@ -289,7 +288,7 @@ def test_explanation_compares_runs_of_the_same_length() -> None:
 
 
 def test_explanation_of_exact_runs_does_not_mention_noise() -> None:
-    history = TrialHistory(Slo(itl=0.1), "throughput", exact=True)
+    history = TrialHistory(Slo(itl=0.1), "throughput", A, exact=True)
     history.add(made_run(A, 8, 0, 99.0))
     history.add(made_run(B, 8, 0, 100.0))
     assert explain(history).endswith(
@@ -301,8 +300,8 @@ def test_explanation_of_exact_runs_does_not_mention_noise() -> None:
 
 def test_relative_scores_are_of_the_same_rounds() -> None:
     """C ran in a slow round only, so its rate is half of what it would be in the others' rounds."""
-    history = TrialHistory(SLO, "throughput")
+    history = TrialHistory(SLO, "throughput", A)
     for run in (made_run(A, 8, 0, 100.0), made_run(B, 8, 0, 80.0), made_run(A, 8, 1, 50.0), made_run(C, 8, 1, 45.0)):
         history.add(run)
-    assert history.relative() == {A: 1.0, B: pytest.approx(0.8), C: pytest.approx(0.9)}
-    assert TrialHistory(SLO, "throughput").relative() == {}
+    assert relative_scores(history) == {A: 1.0, B: pytest.approx(0.8), C: pytest.approx(0.9)}
+    assert relative_scores(TrialHistory(SLO, "throughput", A)) == {}

@@ -19,14 +19,16 @@ from llmsched.cli.load.load import Load
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
-from llmsched.cli.tune.choice import Chooser
+from llmsched.cli.tune.explanation import explain
 from llmsched.cli.tune.knees import KneeBounds, KneeFinder, given_rate
 from llmsched.cli.tune.knob_search import SearchSpace
 from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.preference import best_trial
 from llmsched.cli.tune.race import OutOfTimeError, Race
+from llmsched.cli.tune.rate_search import RateSearch
+from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
-from llmsched.cli.tune.trials import TrialHistory, judge
-from llmsched.cli.tune.tune_report import explain
+from llmsched.cli.tune.trials import judge
 from llmsched.cli.tune.tuning import TuneTask, tune_simulated
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo
@@ -56,7 +58,7 @@ def tuned(load: Load, slo: Slo, gpu: str, path: Path) -> tuple[Setting, Setting,
         warm_start=False,
     )
     outcome = asyncio.run(tune_simulated(task, gpu, silent))
-    default, best = outcome.history.default, outcome.history.best()
+    default, best = outcome.history.default, best_trial(outcome.history)
     assert default is not None
     knees = [bounds.met for bounds in (outcome.rates.best, outcome.rates.default) if bounds.met]
     return default, default if best is None else best.setting, max(knees, default=None)
@@ -172,8 +174,8 @@ class Capacity:
 LOAD = SyntheticLoad(num_prompts=20, request_rate=4.0)
 
 
-def chosen(machine: Capacity, load: Load = LOAD, time_limit: float = 10_000.0) -> tuple[Setting | None, Chooser]:
-    history = TrialHistory(SLO, "goodput", default=DEFAULT)
+def chosen(machine: Capacity, load: Load = LOAD, time_limit: float = 10_000.0) -> tuple[Setting | None, RateSearch]:
+    history = TrialHistory(SLO, "goodput", DEFAULT)
     budgets = tuple(setting.max_num_batched_tokens for setting in machine.capacity)
 
     class Limited(Capacity):
@@ -184,15 +186,15 @@ def chosen(machine: Capacity, load: Load = LOAD, time_limit: float = 10_000.0) -
             except TimeoutError:
                 raise OutOfTimeError from None
 
-    async def main() -> tuple[Setting | None, Chooser]:
+    async def main() -> tuple[Setting | None, RateSearch]:
         limited = Limited(machine.capacity)
 
         async def race(rate: float | None) -> Race:
             return Race(limited, history, (20,), 1, time_limit, rate=rate)
 
-        finder = KneeFinder(limited, load, SLO, requests=20, longest=30.0, tolerance=0.04, progress=silent)
+        finder = KneeFinder(limited, load, SLO, least=20, longest=30.0, tolerance=0.04)
         space = SearchSpace(("max_num_batched_tokens",), budgets, DEFAULT, 8, 0.25)
-        chooser = Chooser(history, DEFAULT, load, space, race, finder, None)
+        chooser = RateSearch(history, load, space, race, finder, None)
         return await chooser.by_knee(), chooser
 
     return run_virtual(main())
@@ -247,7 +249,7 @@ def test_runs_last_long_enough_to_show_a_backlog() -> None:
 
     def requests(longest: float, slo: Slo = SLO, load: Load = LOAD) -> int:
         machine = Capacity({})
-        finder = KneeFinder(machine, load, slo, requests=20, longest=longest, tolerance=0.1, progress=silent)
+        finder = KneeFinder(machine, load, slo, least=20, longest=longest, tolerance=0.1)
         return finder.requests(100.0)
 
     assert requests(30.0) == 400

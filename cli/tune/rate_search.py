@@ -1,23 +1,27 @@
-"""Choice of a setting: by the knees, or by the given load at exactly its rate."""
+"""Search over request rates, which chooses a setting: by the knees, or by exactly the given load."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from llmsched.cli.load.load import Load
-from llmsched.cli.tune.knees import OF_GIVEN, OF_KNEE, KneeFinder, RateReport, RateRow, given_rate, meets
+from llmsched.cli.tune.knees import KneeFinder, RateReport, RateRow, given_rate, meets
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting
+from llmsched.cli.tune.preference import best_trial, contenders, preferred
 from llmsched.cli.tune.race import OutOfTimeError, Race
-from llmsched.cli.tune.trials import Trial, TrialHistory
+from llmsched.cli.tune.trial_history import TrialHistory
+from llmsched.cli.tune.trials import Trial
 
 #: Rate by which settings are judged: their knees, or the rate of the given load.
 JudgedBy = Literal["knee", "given"]
 
+#: Rates at which the default and the choice are compared, as multiples of the knee or of the given rate.
+MULTIPLES: Mapping[str, Sequence[float]] = {"knee": (0.5, 0.8, 1.0, 1.2), "given": (1.5, 2.0)}
 #: Settings that are run at rates above the default's knee, if simulated and if measured.
 _CLIMBERS, _MEASURED_CLIMBERS = 8, 2
 #: First step of the rate above the default's knee, and around a predicted knee.
@@ -27,7 +31,7 @@ _LEAST_GOOD = 0.97
 
 
 @dataclass(slots=True)
-class Chooser:
+class RateSearch:
     """Search that compares the settings of `space` with the default and chooses one.
 
     `race` returns a race at a rate (None: the given load). `guess` has the knees that a cost model predicts; None on a
@@ -35,7 +39,6 @@ class Chooser:
     """
 
     history: TrialHistory
-    default: Setting
     load: Load
     space: SearchSpace
     race: Callable[[float | None], Awaitable[Race]]
@@ -44,14 +47,18 @@ class Chooser:
     rates: RateReport = field(default_factory=RateReport)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def default(self) -> Setting:
+        return self.history.default
+
     async def at_given(self) -> Setting | None:
         """Return the best setting under the given load; None if none is feasible."""
         self.notes += await search(self.space, await self.race(None))
         self.rates.given = given_rate(self.load, self.history.trial(self.default))
-        if (best := self.history.best()) is None:
+        if (best := best_trial(self.history)) is None:
             return None
         self._note_alike(best)
-        await self._compare(best.setting, "given", OF_GIVEN, self.rates.given)
+        await self._compare(best.setting, "given", self.rates.given)
         return best.setting
 
     async def by_knee(self) -> Setting | None:
@@ -79,12 +86,12 @@ class Chooser:
             self._note_alike(self.history.trial(best))
         self.rates.best = self.finder.bounds(best)
         knee = None if self.rates.light else self.rates.best.met
-        await self._compare(best, "knee", OF_KNEE, knee)
+        await self._compare(best, "knee", knee)
         if best == self.default or (worse := next(filter(self._worse, self.rates.rows), None)) is None:
             return best
         self.notes.append(f"the default stays: the setting with the highest knee is worse at {worse.rate:.3g}/s")
         self.rates.best, self.rates.rows = self.rates.default, []
-        await self._compare(self.default, "knee", OF_KNEE, knee)
+        await self._compare(self.default, "knee", knee)
         return self.default
 
     @property
@@ -111,16 +118,16 @@ class Chooser:
 
     async def _climb(self, compared: float | None) -> Setting | None:
         """Raise the rate until one setting is left; of equal ones, prefer the better margin, then the default."""
-        contenders = {setting: trial for setting, trial in self.history.contenders().items() if meets(trial)}
+        able = {setting: trial for setting, trial in contenders(self.history).items() if meets(trial)}
         rate = self._open_rate if compared is None else compared
-        if rate is None or self.rates.light or not contenders:
-            best = self.history.best()
+        if rate is None or self.rates.light or not able:
+            best = best_trial(self.history)
             return best.setting if best else self.default if compared is not None else None
-        longest = max(trial.longest for trial in contenders.values())
+        longest = max(trial.longest for trial in able.values())
         self.finder.trials |= {(t.setting, rate): t for t in self.history.trials() if t.longest == longest}
         most = _CLIMBERS if self.guess is None else _MEASURED_CLIMBERS
-        climbers = sorted(contenders, key=lambda setting: contenders[setting].miss)[:most]
-        if self.default in contenders and self.default not in climbers:
+        climbers = sorted(able, key=lambda setting: able[setting].miss)[:most]
+        if self.default in able and self.default not in climbers:
             climbers.append(self.default)
         missed = self.finder.bounds(self.default).missed
         start = missed if missed is not None and missed > rate else rate * _STEP
@@ -129,16 +136,16 @@ class Chooser:
         highest = self.finder.bounds(top[0]).met or 0.0
         if self.default not in top and usual.met and highest <= usual.met * (1 + self.finder.tolerance):
             top.append(self.default)  # the knees differ by no more than the tolerance
-        return self.history.preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top]).setting
+        return preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top], self.default).setting
 
-    async def _compare(self, best: Setting, name: str, multiples: Sequence[float], unit: float | None) -> None:
-        """Compare the default and the choice under the given load, and at multiples of the rate `unit`, if finite."""
+    async def _compare(self, best: Setting, name: JudgedBy, unit: float | None) -> None:
+        """Compare the default and the choice under the given load, and at MULTIPLES of the rate `unit`, if finite."""
         if self.rates.compared is None:
             done = [setting for setting in (self.default, best) if self.history.runs.get(setting)]
             self.finder.trials |= {(setting, None): self.history.trial(setting) for setting in done}
         rows: list[tuple[str, float | None]] = [("given", None)]
         if unit and math.isfinite(unit):
-            rows += [(f"{multiple:g} x {name}", multiple * unit) for multiple in multiples]
+            rows += [(f"{multiple:g} x {name}", multiple * unit) for multiple in MULTIPLES[name]]
         for label, rate in rows:
             source = self.finder if rate is None else self.guess or self.finder
             with suppress(OutOfTimeError):
@@ -147,10 +154,8 @@ class Chooser:
 
     def _note_alike(self, best: Trial) -> None:
         """Say so if the load does not tell the settings apart, so that the default stays."""
-        contenders = list(self.history.contenders())
-        if best.setting != self.default or len(contenders) < 2:
-            return
-        if self.history.ranking().level(contenders) == contenders:
+        able = list(contenders(self.history))
+        if best.setting == self.default and len(able) > 1 and self.history.ranking().level(able) == able:
             self.notes.append(
                 "the load is too light to tell the settings apart, so the default stays; give a higher --request-rate, "
                 "more requests (--num-prompts) or tighter SLOs"
@@ -159,6 +164,5 @@ class Chooser:
     def _worse(self, row: RateRow) -> bool:
         """Return True if, at a rate up to its knee, the choice has less goodput than the default."""
         past = row.rate is not None and self.rates.best.met is not None and row.rate > self.rates.best.met
-        if row.predicted or past:
-            return False
-        return (row.best.goodput_rps or 0.0) < _LEAST_GOOD * (row.default.goodput_rps or 0.0)
+        less = (row.best.goodput_rps or 0.0) < _LEAST_GOOD * (row.default.goodput_rps or 0.0)
+        return less and not row.predicted and not past

@@ -9,7 +9,7 @@ import pytest
 from simulated_machine import made_run
 
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.ranking import NOISE_CEILING, NOISE_FLOOR, Ranking
+from llmsched.cli.tune.noise_ranking import NOISE_CEILING, NOISE_FLOOR, Ranking
 from llmsched.cli.tune.trial_runs import TrialRun
 
 A, B, C = (Setting(tokens, 8) for tokens in (32, 64, 128))
