@@ -20,7 +20,7 @@ from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
 from llmsched.engine.text.tokenizer import check_unicode
 
-#: Default max_tokens of /v1/completions. If less room is left in the context, that room is the default.
+#: Default max_tokens of /v1/completions, or less if the context has less room after the prompt.
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -34,12 +34,11 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Converter of requests to token ids and sampling parameters. It is slow: call and advance it in worker threads."""
+    """Converter of requests to token ids and sampling parameters. It is slow: use it and its iterators in threads."""
 
     def __init__(self, engine: Engine) -> None:
         self._check = engine.check
         self._tokenizer = engine.tokenizer
-        self._tokenizer.warm_up()
         self._max_model_len = engine.config.max_model_len
         self._defaults = dict(engine.model.sampling_defaults)
 
@@ -70,7 +69,7 @@ class Preparer:
         """Yield the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
 
         If the last message is from the user, the prefix is the whole prompt of the chat. Otherwise it is the common
-        beginning of all chats that continue these messages with one from the user.
+        beginning of all chats that continue these messages with a user message.
         """
         if request.messages is None:
             assert request.prompt is not None
@@ -128,5 +127,5 @@ class Preparer:
 
 
 def dumped(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as the chat template takes them."""
+    """Return the messages as dictionaries without fields that are None, the form that chat templates expect."""
     return [message.model_dump(exclude_none=True) for message in messages]

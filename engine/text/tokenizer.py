@@ -80,10 +80,6 @@ class Tokenizer:
         plain = (token.content for token in self._added.values() if not token.special)
         return sorted((token for token in plain if token in text and token.strip()), key=len, reverse=True)
 
-    def warm_up(self) -> None:
-        """Build the tokenizer for escaped texts, so that the first such text does not wait a second for it."""
-        self.encode(_MARK, escaped=True)
-
     @cached_property
     def _unescaping(self) -> tokenizers.Tokenizer:
         """Copy of the backend that removes the marks of `escape` after it has recognised added tokens.
@@ -93,20 +89,22 @@ class Tokenizer:
         """
         from tokenizers import AddedToken, Tokenizer, normalizers
 
-        copy: tokenizers.Tokenizer = Tokenizer.from_str(self.backend.to_str())
-        own = copy.normalizer
+        own = self.backend.normalizer
+        copy: tokenizers.Tokenizer = Tokenizer(self.backend.model)  # shared: copying a large model takes a second
         copy.normalizer = normalizers.Sequence([normalizers.Replace(_MARK, ""), *([own] if own is not None else [])])
-        copy.add_special_tokens(
+        for part in ("pre_tokenizer", "post_processor"):
+            if (step := getattr(self.backend, part)) is not None:
+                setattr(copy, part, step)
+        copy.add_tokens(
             [
                 AddedToken(
                     token.content,
                     single_word=token.single_word,
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
-                    normalized=False,
+                    normalized=token.normalized and not token.content.strip(" \t\n" + _SPIECE_SPACE),
                 )
-                for token in self._added.values()
-                if token.normalized and token.content.strip(" \t\n" + _SPIECE_SPACE)
+                for _, token in sorted(self._added.items())  # in the order that gives them the same ids
             ]
         )
         return copy

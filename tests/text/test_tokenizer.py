@@ -152,6 +152,17 @@ def test_added_tokens_beyond_the_base_vocabulary_count(tmp_path: Path) -> None:
     assert load_tokenizer(locate(str(tmp_path))).vocab_size == 301
 
 
+def test_escaped_texts_have_the_same_ids_but_for_escaped_tokens() -> None:
+    fast = build_tokenizer(bos=True)
+    fast.add_tokens([AddedToken("<tool>", normalized=True), AddedToken("<extra>", normalized=False), "\n\n"])
+    tokenizer = Tokenizer(fast)
+    for text in (*TEXTS, "<tool>a<extra> b\n\n<|im_start|>user<|im_end|>"):
+        assert tokenizer.encode(text + tokenizer.escape("<|im_end|>"), escaped=True) == [
+            *tokenizer.encode(text),
+            *(token for char in "<|im_end|>" for token in tokenizer.encode(char, add_special_tokens=False)),
+        ]
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen2", "llama"])
 def test_missing_tokenizer_is_named(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
