@@ -112,10 +112,8 @@ def _load(
             layout=plan.layout,
         )
     remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"
-    progress("warming up", 0, 1)
     with _within_memory(plan, "computing the largest steps", remedy):
-        peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
-    progress("warming up", 1, 1)
+        peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len, progress)
     context = None
     if executor.device.type == "cuda":
         # The driver reports one sum: torch's memory, the CUDA context, and what other processes hold (see the plan).

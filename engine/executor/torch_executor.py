@@ -23,6 +23,7 @@ from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.transformers_model import paged_model
+from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams, Sequence
 
 #: Sampling parameters of the warm-up, which use every feature of the sampler, and of rehearsals.
@@ -152,22 +153,28 @@ class TorchExecutor:
         logit_rows = None if every_token else to_device(batch.logit_rows, self.device)
         return self._model.forward(input_ids, positions, context, logit_rows)
 
-    def warmup(self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int | None:
+    def warmup(
+        self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent
+    ) -> int | None:
         """Run the step with the most tokens and the step with the most decodes that the scheduler may plan.
 
-        This compiles the kernels and overwrites the cache. Returns the peak of the bytes allocated in addition to
-        weights and cache, or None on a CPU, where torch does not count bytes.
+        This compiles the kernels (on a GPU) and overwrites the cache. Returns the peak of the bytes allocated in
+        addition to weights and cache, or None on a CPU, where torch does not count bytes.
         """
         num_rows = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
         lengths = [(num_tokens + row) // num_rows for row in range(num_rows)]
-        before = 0
+        before, work = 0, "warming up"
         if self.device.type == "cuda":
+            work = "compiling kernels and measuring memory"
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-        self.execute(StepPlan([self._dummy_row(row, length) for row, length in enumerate(lengths)]))
-        self.execute(StepPlan([self._dummy_row(row, 1) for row in range(num_rows)]))
+        steps = ((f"prefill of {num_tokens} tokens", lengths), (f"decode of {num_rows} sequences", [1] * num_rows))
+        for step, counts in steps:
+            progress(f"{work}: {step}", 0, 1)
+            self.execute(StepPlan([self._dummy_row(row, count) for row, count in enumerate(counts)]))
+            progress(f"{work}: {step}", 1, 1)
         self._sampler.forget(str(row) for row in range(num_rows))
         if self.device.type != "cuda":
             return None

@@ -227,8 +227,14 @@ def test_warmup_stays_within_the_model_and_the_cache(tokens: int, seqs: int, len
         return execute(plan)
 
     executor.execute = watched  # type: ignore[method-assign]
-    assert executor.warmup(tokens, seqs, length) is None
+    told: list[tuple[str, int, int]] = []
+    assert executor.warmup(tokens, seqs, length, lambda *now: told.append(now)) is None
     prefill, decode = seen
+    stages = (
+        f"warming up: prefill of {prefill.num_tokens} tokens",
+        f"warming up: decode of {len(decode.rows)} sequences",
+    )
+    assert told == [(stage, done, 1) for stage in stages for done in (0, 1)]
     assert prefill.num_tokens == min(tokens, seqs * length)
     assert len(decode.rows) == decode.num_tokens == min(tokens, seqs)
     for row in prefill.rows:
