@@ -17,6 +17,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.fixture
+def client_key(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make "k" the key that commands send to a server."""
+    monkeypatch.setenv("LLMSCHED_API_KEY", "k")
+
+
+@pytest.fixture
 def new_config_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr("llmsched.engine.memory.planner.cache_directory", lambda: cache)

@@ -14,18 +14,14 @@ from scripted import ScriptedServer
 from llmsched.cli.serve.access import Access
 from llmsched.engine.request import Sequence
 
+pytestmark = pytest.mark.usefixtures("client_key")
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptedServer]:
     server = ScriptedServer(access=Access("k")).start()
     yield server
     server.close()
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    monkeypatch.setenv("LLMSCHED_API_KEY", "k")
-    return CommandLine(monkeypatch, capsys)
 
 
 @pytest.fixture

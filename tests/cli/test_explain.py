@@ -15,9 +15,13 @@ from scripted import ScriptedServer
 
 from llmsched.cli.explain import _WAITED_FOR, _WORDS, summary, told
 from llmsched.cli.serve.access import Access
+from llmsched.cli.serve.explain_route import AnswerIds
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.core import Timeline
+from llmsched.engine.scheduler.ledger import MAX_REQUESTS
 from llmsched.engine.scheduler.waiting_queue import WaitReason
+
+pytestmark = pytest.mark.usefixtures("client_key")
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +29,6 @@ def server() -> Iterator[ScriptedServer]:
     server = ScriptedServer(access=Access("k"), max_num_seqs=1).start()
     yield server
     server.close()
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    monkeypatch.setenv("LLMSCHED_API_KEY", "k")
-    return CommandLine(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -82,6 +80,35 @@ def test_all_prompts_of_a_request_are_under_the_id_of_its_answer(http: httpx.Cli
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
     lengths = [next(e for e in c["entries"] if e["what"] == "admitted")["details"]["tokens"] for c in body["choices"]]
     assert lengths[0] == lengths[1] < lengths[4] == lengths[5] < lengths[2] == lengths[3]
+
+
+@pytest.mark.parametrize("given", [None, "trace/7:a"])
+def test_a_request_is_also_known_by_its_x_request_id(
+    command: CommandLine, http: httpx.Client, server: ScriptedServer, given: str | None
+) -> None:
+    complete(http, "someone else's")
+    headers = {} if given is None else {"X-Request-Id": given}
+    for prompt in ("first", "the latest wins"):
+        answer = http.post("/v1/completions", json={"prompt": [prompt, "b"], "max_tokens": 2}, headers=headers)
+    outcome = command("explain", answer.headers["x-request-id"], "--url", server.url, "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json == http.get(f"/v1/requests/{answer.json()['id']}/explain").json()
+    assert outcome.json["id"] == answer.json()["id"]
+
+
+def test_a_clients_own_id_hides_no_other_answer(http: httpx.Client) -> None:
+    name = complete(http, "mine")
+    answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": name})
+    assert answer.json()["id"] != name
+    assert http.get(f"/v1/requests/{name}/explain").json()["id"] == name
+
+
+def test_only_the_latest_ids_are_kept() -> None:
+    ids = AnswerIds()
+    for number in range(MAX_REQUESTS + 1):
+        ids.add(f"r{number}", f"cmpl-{number}")
+    assert "r0" not in ids
+    assert ids["r1"] == "cmpl-1"
 
 
 @pytest.mark.parametrize("name", ["cmpl-unknown", "a/b?c=d", "%2e%2e"])

@@ -1,0 +1,61 @@
+"""HTTP route /v1/requests/ID/explain: the scheduler's decisions about a request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from llmsched.cli.serve.api_errors import ApiError, json_response
+from llmsched.cli.serve.generation import engine_ids
+from llmsched.cli.timeline import timeline_body
+from llmsched.engine.core import Engine, Timeline
+from llmsched.engine.scheduler.ledger import MAX_REQUESTS
+from llmsched.engine.service import AsyncEngine
+
+
+class AnswerIds(dict[str, str]):
+    """Ids of the latest MAX_REQUESTS answers, by the X-Request-Id of their requests."""
+
+    def add(self, request_id: str, answer_id: str) -> None:
+        self.pop(request_id, None)
+        self[request_id] = answer_id
+        if len(self) > MAX_REQUESTS:
+            del self[next(iter(self))]
+
+
+def explain_route(engine: AsyncEngine, answer_ids: AnswerIds, max_choices: int) -> APIRouter:
+    """Return the route, which takes the id of an answer or the X-Request-Id of its request.
+
+    No request has more prompts than `max_choices`.
+    """
+    router = APIRouter()
+
+    @router.get("/v1/requests/{given:path}/explain")
+    async def explain(given: str) -> Response:
+        for answer_id in (given, answer_ids.get(given, given)):
+            if timelines := await engine.call(partial(timelines_of, answer_id=answer_id, max_choices=max_choices)):
+                return json_response({"id": answer_id, "choices": [timeline_body(each) for each in timelines]})
+        raise ApiError(
+            404,
+            f"request {given[:200]!r} is unknown; the server remembers only its latest requests",
+            param="request_id",
+            code="request_not_found",
+        )
+
+    return router
+
+
+def timelines_of(engine: Engine, answer_id: str, max_choices: int) -> list[Timeline]:
+    """Return the timelines of an answer's choices, numbered as in the answer; [] if the answer is unknown."""
+    if timelines := engine.explain(answer_id):
+        return timelines
+    of_prompts = [engine.explain(name) for name in engine_ids(answer_id, max_choices)]
+    n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
+    return [
+        replace(timeline, index=number * n + timeline.index)
+        for number, prompt in enumerate(of_prompts)
+        for timeline in prompt
+    ]
