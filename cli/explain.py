@@ -20,7 +20,7 @@ def explain(
         str,
         typer.Argument(
             metavar="REQUEST_ID",
-            help="The id in the server's answer (cmpl-...); with --file, also the request's index.",
+            help="The id in the server's answer (cmpl-...) or its X-Request-Id; with --file, also the request's index.",
         ),
     ],
     url: UrlOption = DEFAULT_URL,
@@ -165,7 +165,7 @@ def _admitted(details: dict[str, Any]) -> str:
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """Return how many blocks a request lacks: now, or at the predicted peak of the running requests."""
+    """Say how many blocks a request lacks: now, or at the predicted peak of the running requests."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
         "predicted peak": "at the running requests' predicted peak",

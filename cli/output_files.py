@@ -11,7 +11,7 @@ from llmsched.engine.errors import LlmschedError
 
 
 def check_file(flag: str, path: Path, read: Path | None = None) -> None:
-    """Raise LlmschedError if the file cannot be written or is the input file `read`. Do not change or create it."""
+    """Raise LlmschedError if the file cannot be written or is the input file `read`. The file stays as it is."""
     if str(path) == "-":
         raise LlmschedError(f"{flag} -: is not a file; --json prints the report")
     with writing(flag, path):

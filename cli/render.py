@@ -81,7 +81,7 @@ def error(text: str) -> None:
 
 
 def _tell(text: str, style: str) -> None:
-    """Print a line on stderr. If stderr cannot be written, drop the line, so that a failed message ends no command."""
+    """Print a line on stderr. If stderr cannot be written, drop the line, so that the command goes on."""
     console = stderr()
     try:
         console.print(_wrapped(text, console), markup=False, style=style, soft_wrap=True)
@@ -284,7 +284,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _bars() -> Any:
-    """Return a Display with a bar per stage. The detail has its own line, because 80 columns cannot hold both."""
+    """Return a Display with a bar per stage. The detail has its own line, because it does not fit beside a bar."""
     from rich import progress
     from rich.console import RenderableType
     from rich.text import Text

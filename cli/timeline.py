@@ -41,9 +41,10 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
 
 
 def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the client's events and the scheduler's decisions of a request in the file of --save-detailed, by time.
+    """Return a request's events at the client and the scheduler's decisions, ordered by time.
 
-    Times are in milliseconds after the request should have been sent.
+    `request` is a line of a file that `bench --save-detailed` wrote. Times are in milliseconds after the time at which
+    the request should have been sent.
     """
     due = request["scheduled_s"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections import deque
@@ -166,14 +165,11 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the seconds after which a refused request may be sent again, a whole number of at least 1.
-
-        This is the mean time between the ends of the latest sequences.
-        """
+        """Return the mean time between the ends of the latest sequences, in seconds, but at least 1."""
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
-        return max(1.0, math.ceil(span / (len(self._finish_times) - 1)))
+        return max(1.0, span / (len(self._finish_times) - 1))
 
     # -- one step ---------------------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ class AsyncEngine:
     """Wrapper that runs an Engine, `core`, in a thread.
 
     The event loop never waits for a step, and the engine never waits for a reader. `start` binds the AsyncEngine to the
-    running event loop. All methods except `stats`, and the streams, must be used on that loop. Code on the loop may
-    read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses `call` for all other access.
+    running event loop. Use the streams, and all methods except `stats`, on that loop only. Code on the loop may read
+    the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses `call` for all other access.
 
     If the action of a `call` raises an exception, that call fails, and the engine continues if `Engine.check_integrity`
     finds no fault. An exception in a step, or SystemExit or KeyboardInterrupt anywhere in the thread, ends the engine:
@@ -170,7 +170,7 @@ class AsyncEngine:
             self._calls.discard(done)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the open ones; return whether all ended within `timeout_s` seconds."""
+        """Refuse new requests and wait for the open ones. Return True if all end within `timeout_s` seconds."""
         self.draining = True
         try:
             await asyncio.wait_for(self._streams.idle.wait(), timeout_s)

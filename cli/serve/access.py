@@ -1,4 +1,4 @@
-"""Access to the server: API keys, the separate key of administrative routes, and names under which it is called."""
+"""Access control: API keys, the key for administrative routes, and the allowed Host and Origin headers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llmsched.engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Rules for who may send requests. `client` and `admin` are FastAPI dependencies, which run before a body is read.
+    """Access rules of a server. `client` and `admin` are FastAPI dependencies, which run before a body is read.
 
-    `loopback` says that only programs of this machine reach the server. Without a key they may all use it, but web
-    pages in a browser of this machine may not: they come with a Host or Origin that is not in `allowed_hosts`. Pages of
-    `cors_origins` may.
+    `loopback` is True if only programs on this machine can connect. Without an API key, such a server refuses requests
+    from web pages in the user's browser: requests whose Host or Origin is neither this machine nor in `allowed_hosts`.
+    Pages from `cors_origins` are allowed.
     """
 
     api_key: str | None = None
@@ -31,14 +31,14 @@ class Access:
     cors_origins: Collection[str] = ()
 
     async def client(self, request: Request) -> None:
-        """Raise ApiError 401 or 403 unless the sender may use the model. The administrator may."""
+        """Raise ApiError 401 or 403 if the sender may not use the model. The administrative key is accepted too."""
         if self.api_key is None:
             self._check_names(request)
         elif not _has_key(request, self.api_key, self.admin_api_key):
             raise _no_key("API key")
 
     async def admin(self, request: Request) -> None:
-        """Raise ApiError 401, 403 or 415 unless the sender may see and change what other clients have in the cache."""
+        """Raise ApiError 401 or 403 if the sender may not use administrative routes, 415 if the body is not JSON."""
         if self.admin_api_key is not None:
             if not _has_key(request, self.admin_api_key):
                 raise _no_key("key for administrative routes (--admin-api-key)")
@@ -56,7 +56,7 @@ class Access:
             raise ApiError(415, f"the Content-Type is {kind[:100]!r}; send application/json", code="not_json")
 
     def _check_names(self, request: Request) -> None:
-        """Raise ApiError 403 for a request that a foreign web page made the browser of this machine send."""
+        """Raise ApiError 403 if the Host or Origin shows that the request is from a foreign page in a local browser."""
         if not self.loopback or "*" in self.allowed_hosts:
             return
         for header, prefix in (("host", "//"), ("origin", "")):
@@ -85,9 +85,9 @@ class Access:
 
 
 def checked_key(option: str, key: str | None) -> str | None:
-    """Return an API key without the white space around it, which environment files often add.
+    """Return `key` without the white space around it, which environment files often add. None stays None.
 
-    Raises ConfigError for a key that no client can send in a header.
+    Raises ConfigError for the setting `option` if the key is empty or cannot be sent in a header.
     """
     if key is None:
         return None
@@ -105,7 +105,7 @@ def are_loopback(listeners: Collection[socket.socket]) -> bool:
 
 
 def _has_key(request: Request, *keys: str | None) -> bool:
-    """Return True if the request has one of the keys, compared in constant time so that timing reveals nothing."""
+    """Return True if the request has one of the keys. Each comparison takes constant time, which reveals no key."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     key = given.strip(" \t").encode("latin-1")  # headers are bytes decoded as Latin-1
     matches = [hmac.compare_digest(key, known.encode()) for known in keys if known is not None]

@@ -13,7 +13,7 @@ from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullErro
 
 
 class ApiError(LlmschedError):
-    """Error that the server answers with the HTTP status `status` and a JSON error object in OpenAI's shape."""
+    """Error that becomes an HTTP answer with the status `status` and a JSON error object in OpenAI's shape."""
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -17,10 +16,11 @@ from starlette.types import ASGIApp
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
-from llmsched.cli.serve.generation import Generation, engine_ids
+from llmsched.cli.serve.explain_route import AnswerIds, explain_route
+from llmsched.cli.serve.generation import Generation
 from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import EventStream, read_body, until_disconnect
-from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
 from llmsched.cli.serve.preparation_turns import PreparationTurns
@@ -36,7 +36,6 @@ from llmsched.cli.serve.protocol import (
     priority_of,
 )
 from llmsched.cli.serve.tokenize_routes import tokenize_routes
-from llmsched.cli.timeline import timeline_body
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
 
@@ -51,12 +50,16 @@ _SMALL_BYTES = 64 << 10
 def build_app(
     engine: AsyncEngine, model_name: str, access: Access | None = None, limits: HttpLimits | None = None
 ) -> ASGIApp:
-    """Return the ASGI application that serves `engine`. `access` does not apply to /health and /metrics."""
+    """Return the ASGI application that serves `engine`. `access` does not apply to /, /health and /metrics."""
     access = access or Access()
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine, has_key=access.api_key is not None))
     served = _ServedModel(engine, model_name, limits or HttpLimits())
-    for router in (_model_routes(engine, served), tokenize_routes(engine.core, served.preparer, served.prepare)):
+    for router in (
+        _model_routes(served),
+        tokenize_routes(engine.core, served.preparer, served.prepare),
+        explain_route(engine, served.answer_ids, served.limits.max_choices),
+    ):
         app.include_router(router, dependencies=[Depends(access.client)])
     administrative = prefix_cache_routes(engine, served.preparer, served.prepare)
     app.include_router(administrative, dependencies=[Depends(access.admin)])
@@ -82,7 +85,7 @@ def build_app(
 
     @app.exception_handler(Exception)
     async def answer_failure(_: Request, error: Exception) -> Response:
-        """Answer an error in this program. Starlette raises it again, and RequestIds logs it."""
+        """Answer an unexpected error with a 500. Starlette raises the error again, and RequestIds logs it."""
         return api_error(error).response()
 
     return with_cors(app, access.cors_origins) if access.cors_origins else app
@@ -111,7 +114,7 @@ def _open_routes(engine: AsyncEngine, *, has_key: bool) -> APIRouter:
     return router
 
 
-def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
+def _model_routes(served: _ServedModel) -> APIRouter:
     router = APIRouter()
 
     @router.api_route("/v1/models", methods=["GET", "HEAD"])
@@ -131,26 +134,6 @@ def _model_routes(engine: AsyncEngine, served: _ServedModel) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         return await served.answer(request, ChatRequest, served.preparer.chat, ChatFormat)
 
-    @router.get("/v1/requests/{request_id}/explain")
-    async def explain(request_id: str) -> Response:
-        names = [request_id, *engine_ids(request_id, served.limits.max_choices)]
-        timelines, *of_prompts = await engine.call(lambda core: [core.explain(name) for name in names])
-        if not timelines:  # a request of several prompts: number the choices as in its answer
-            n = 1 + max((timeline.index for prompt in of_prompts for timeline in prompt), default=0)
-            timelines = [
-                replace(timeline, index=number * n + timeline.index)
-                for number, prompt in enumerate(of_prompts)
-                for timeline in prompt
-            ]
-        if not timelines:
-            raise ApiError(
-                404,
-                f"request {request_id[:200]!r} is unknown; the server remembers only its latest requests",
-                param="request_id",
-                code="request_not_found",
-            )
-        return json_response({"id": request_id, "choices": [timeline_body(timeline) for timeline in timelines]})
-
     return router
 
 
@@ -160,6 +143,7 @@ class _ServedModel:
     def __init__(self, engine: AsyncEngine, model_name: str, limits: HttpLimits) -> None:
         self.limits = limits
         self.preparer = Preparer(engine.core)
+        self.answer_ids = AnswerIds()
         self._engine = engine
         self._model_name = model_name
         self._writer = TokenWriter(engine.core.tokenizer)
@@ -186,9 +170,10 @@ class _ServedModel:
             )
 
     async def prepare(self, http: Request, schema: type[R], steps: Callable[[R], Iterator[T]]) -> tuple[R, list[T]]:
-        """Return the request in the body and the items of `steps(request)`, which runs in threads.
+        """Read a request from the body and run `steps(request)` in threads. Return the request and the items.
 
-        Raises RequestError, ApiError 404 or 413, and ClientDisconnect, which ends `steps` early.
+        Raises RequestError for an invalid request, ApiError 404 for a model that is not served and 413 for a body that
+        is too large, and ClientDisconnect, which ends `steps` early, if the client disconnects.
         """
         body = await read_body(http, self.limits.max_body_size)
         large = len(body) > _SMALL_BYTES
@@ -216,6 +201,7 @@ class _ServedModel:
         priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
         choice_format = make_format(request, prompts, self._writer)
         generation = Generation(self._engine, choice_format, self._model_name, priority, http.state.request_id)
+        self.answer_ids.add(http.state.request_id, generation.id)
         if request.stream:
             return EventStream(generation.events(), generation.abort, self.limits.sse_keep_alive)
         return json_response(await until_disconnect(http.receive, generation.whole()))

@@ -177,7 +177,7 @@ class CompletionFormat(ChoiceFormat):
     def _append(
         self, delta: ChoiceDelta, lists: Logprobs, pieces: Sequence[str], entries: Sequence[TokenLogprob | None]
     ) -> None:
-        """Append an entry per token. `text_offset` counts the characters before the token in its choice."""
+        """Append an entry per token to each list. text_offset counts the characters before the token in its choice."""
         offset = self.offsets.get(delta.index, 0)
         for piece, entry in zip(pieces, entries, strict=True):
             best = None

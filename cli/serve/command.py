@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -15,7 +16,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model, with_options
-from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.engine.errors import ConfigError, setting
 
 if TYPE_CHECKING:
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
     from llmsched.engine.core import Engine
 
 
-@with_engine_options()
-@with_options("limits", HttpLimits)
-def serve(
-    model: ModelArgument = None,
-    host: Annotated[str, typer.Option(help="Address or host name to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks any free port.")] = 8000,
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """Flags of `llmsched serve` besides the settings of the engine and the limits of HTTP. Times are in seconds."""
+
+    host: Annotated[str, typer.Option(help="Address or host name to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks any free port.")] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="LLMSCHED_API_KEY",
             help="Key that clients must send as 'Authorization: Bearer KEY'; /health and /metrics need no key.",
         ),
-    ] = None,
+    ] = None
     admin_api_key: Annotated[
         str | None,
         typer.Option(
@@ -43,15 +44,15 @@ def serve(
             help="Key for the routes that show or change what all clients share: /v1/cache, /v1/prefixes and "
             "/reset_prefix_cache. Without it they work only on a loopback address and without --api-key.",
         ),
-    ] = None,
+    ] = None
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Host name in requests (and in the origin of web pages) that a server on a loopback address without "
-            "--api-key accepts besides localhost, for example that of a proxy; * accepts all. Repeatable.",
+            help="Host name besides localhost that a server on a loopback address without --api-key accepts in the "
+            "headers Host and Origin, for example a proxy's; * accepts all. Repeatable.",
         ),
-    ] = None,
+    ] = None
     cors_origins: Annotated[
         str | None,
         typer.Option(
@@ -59,22 +60,22 @@ def serve(
             help="Origins of web pages that may call the server from a browser (CORS), such as "
             "https://chat.example,http://localhost:3000; * allows all.",
         ),
-    ] = None,
+    ] = None
     show_prompt_text: Annotated[
         bool,
         typer.Option(
             "--show-prompt-text",
-            help="Quote prompts where the log and /v1/cache report prompts that defeat the prefix cache.",
+            help="Quote the prompts when the log and /v1/cache report prompts that never hit the prefix cache.",
         ),
-    ] = False,
+    ] = False
     served_model_name: Annotated[
         str | None,
         typer.Option(help="Name of the model in requests and answers.", show_default="MODEL"),
-    ] = None,
+    ] = None
     profile: Annotated[
         str | None,
         typer.Option(metavar="NAME|PATH", help="Settings saved by `llmsched tune`; flags override them."),
-    ] = None,
+    ] = None
     pin_prefix: Annotated[
         list[Path] | None,
         typer.Option(
@@ -82,30 +83,38 @@ def serve(
             help="Pin the beginning of prompts in the prefix cache: a text file, or a .json file with the body of a "
             "POST to /v1/prefixes (chat messages, for example). Repeatable.",
         ),
-    ] = None,
+    ] = None
     grace_period: Annotated[
         float,
         duration_option(
-            "Time that running requests get to finish after SIGTERM or Ctrl-C. The process exits at most 2s later."
+            "Time that running requests get to finish after SIGTERM or Ctrl-C. The process exits at most 2s later.",
+            show_default="30s",
         ),
-    ] = "30s",  # type: ignore[assignment]  # Typer parses defaults too
+    ] = 30.0
     step_timeout: Annotated[
         float,
         duration_option(
             "Time without a finished step, while requests wait, after which /health answers 503; 0 turns this off. A "
-            "full step must be faster: a large model on a slow CPU needs minutes."
+            "full step must take less time: a large model on a slow CPU needs minutes.",
+            show_default="300s",
         ),
-    ] = "300s",  # type: ignore[assignment]
+    ] = 300.0
     status_interval: Annotated[
         float,
-        duration_option("Time between two status lines in the log while there is traffic; 0 logs none."),
-    ] = "10s",  # type: ignore[assignment]  # Typer parses defaults too
-    metrics_prefix: Annotated[
-        str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")
-    ] = "llmsched",
-    *,
-    engine_options: EngineOptions,
-    limits: HttpLimits,
+        duration_option(
+            "Time between two status lines in the log while there is traffic; 0 logs none.", show_default="10s"
+        ),
+    ] = 10.0
+    metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")] = (
+        "llmsched"
+    )
+
+
+@with_engine_options()
+@with_options("limits", HttpLimits)
+@with_options("flags", ServerFlags)
+def serve(
+    model: ModelArgument = None, *, flags: ServerFlags, limits: HttpLimits, engine_options: EngineOptions
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
@@ -130,20 +139,21 @@ def serve(
     from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
 
-    api_key, admin_api_key = checked_key("api_key", api_key), checked_key("admin_api_key", admin_api_key)
-    if served_model_name == "":
+    keys = checked_key("api_key", flags.api_key), checked_key("admin_api_key", flags.admin_api_key)
+    if flags.served_model_name == "":
         raise ConfigError("served_model_name", "is empty; give a name, or leave the option out for the model's own")
-    check_prefix(metrics_prefix)
-    origins = read_origins(cors_origins)
-    config = with_profile(engine_options, profile).config(resolve_model(model))
-    for warning in profile_warnings(profile, config) if profile else ():
+    check_prefix(flags.metrics_prefix)
+    origins = read_origins(flags.cors_origins)
+    config = with_profile(engine_options, flags.profile).config(resolve_model(model))
+    for warning in profile_warnings(flags.profile, config) if flags.profile else ():
         render.warn(warning)
-    if pin_prefix and not config.enable_prefix_caching:
+    if flags.pin_prefix and not config.enable_prefix_caching:
         raise ConfigError(
             "pin_prefix", f"nothing can be pinned with {setting('enable_prefix_caching')} off; leave one of them out"
         )
-    prefixes = read_prefixes(pin_prefix or [])
-    listeners = listen(host, port)
+    prefixes = read_prefixes(flags.pin_prefix or [])
+    listeners = listen(flags.host, flags.port)
+    access = Access(*keys, are_loopback(listeners), {flags.host, *(flags.allowed_host or ())}, origins)
     limits.connections()
     render.say(f"llmsched serve {config.model}")  # fails now, not after loading, if stdout cannot be written
 
@@ -151,67 +161,56 @@ def serve(
 
     with detached_output():
         with render.progress_bar() as progress:
-            engine = build_engine(config, progress, metrics_prefix, served_model_name)
+            engine = build_engine(config, progress, flags.metrics_prefix, flags.served_model_name)
         render.show_log()
-        if profile and engine.plan is not None and (problem := store_ratios(profile, engine.plan, config)):
+        if flags.profile and engine.plan is not None and (problem := store_ratios(flags.profile, engine.plan, config)):
             render.warn(f"the measured memory could not be saved in the profile: {problem}")
-        engine.prefixes.changes.quote_prompts = show_prompt_text
+        engine.prefixes.changes.quote_prompts = flags.show_prompt_text
         pin_prefixes(engine, prefixes)
-        name = served_model_name or engine.model.name
-        hosts = frozenset(allowed_host or ()) | {host}
-        access = Access(api_key, admin_api_key, are_loopback(listeners), hosts, origins)
         # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
         gc.collect()
         gc.freeze()
-        asyncio.run(
-            _serve(engine, listeners, name, access, limits, grace_period, step_timeout, status_interval, profile)
-        )
+        asyncio.run(_serve(engine, listeners, access, limits, flags))
 
 
 async def _serve(
-    engine: Engine,
-    listeners: list[socket.socket],
-    name: str,
-    access: Access,
-    limits: HttpLimits,
-    grace_s: float,
-    step_timeout_s: float,
-    status_interval_s: float,
-    profile: str | None,
+    engine: Engine, listeners: list[socket.socket], access: Access, limits: HttpLimits, flags: ServerFlags
 ) -> NoReturn:
     from llmsched.cli.serve.app import build_app
     from llmsched.cli.serve.banner import show_start
     from llmsched.cli.serve.detached_output import leave
-    from llmsched.cli.serve.lifecycle import EXIT_S, run
+    from llmsched.cli.serve.lifecycle import EXIT_S, Server
     from llmsched.cli.serve.status_line import log_status
     from llmsched.engine.service import AsyncEngine
 
-    service = AsyncEngine(engine, step_timeout_s=step_timeout_s)
+    name = flags.served_model_name or engine.model.name
+    service = AsyncEngine(engine, step_timeout_s=flags.step_timeout)
     service.start()
 
     def on_drain() -> None:
         render.note(
-            f"draining: {service.num_open} requests have {render.human_seconds(grace_s)} to finish; "
+            f"draining: {service.num_open} requests have {render.human_seconds(flags.grace_period)} to finish; "
             "a second signal exits at once"
         )
-        last_resort = threading.Timer(grace_s + EXIT_S, os._exit, [1])  # if anything hangs that `run` does not know of
+        # The timer ends the process if anything hangs that the server does not know of.
+        last_resort = threading.Timer(flags.grace_period + EXIT_S, os._exit, [1])
         last_resort.daemon = True
         last_resort.start()
 
-    status = asyncio.create_task(log_status(service, status_interval_s)) if status_interval_s else None
-    code = await run(
+    status = asyncio.create_task(log_status(service, flags.status_interval)) if flags.status_interval else None
+    server = Server(
         build_app(service, name, access, limits),
         service,
-        listeners,
-        grace_s=grace_s,
-        limits=limits,
+        limits,
+        grace_s=flags.grace_period,
         on_ready=lambda: show_start(
-            service.core, name, listeners[0], has_key=access.api_key is not None, profile=profile
+            engine, name, listeners[0], has_key=access.api_key is not None, profile=flags.profile
         ),
         on_drain=on_drain,
     )
+    await server.serve(listeners)
     if status:
         status.cancel()
     if service.error:
         render.error(f"the engine has failed: {service.error}")
-    leave(code)
+    leave(server.exit_code)

@@ -14,15 +14,14 @@ from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from llmsched.cli.serve.api_errors import ApiError
-from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.middleware import REQUEST_ID, RequestIds, new_id
 
 logger = logging.getLogger(__name__)
 
 #: Largest head of a request (request line and headers).
 MAX_HEAD_BYTES = 32 << 10
-#: Chunks that a body may have whatever their size. Beyond them, the body must have MIN_CHUNK_BYTES per chunk, because
-#: tiny chunks cost much time to parse.
+#: Chunks that a body may have besides one for every MIN_CHUNK_BYTES bytes. Tiny chunks take long to parse.
 FREE_CHUNKS = 1024
 MIN_CHUNK_BYTES = 128
 #: After a refusal, the server discards the rest of the request for this long, so that the client reads the answer.
@@ -36,10 +35,10 @@ _PROBES = frozenset({"/health", "/metrics"})
 
 
 class ConnectionPool:
-    """Open connections, at most as many as `limits` allows and a few for probes.
+    """Pool of open connections: at most `limit`, and a few more for probes of /health and /metrics.
 
-    `new` connections have not sent a request yet, `busy` ones wait for an answer, and `idle` ones have got theirs. At
-    the limit, the new connection that has waited longest makes room for another one, or else the idle one that has.
+    Connections in `new` have not sent a request yet, those in `busy` wait for an answer, and those in `idle` have got
+    their answer. At the limit, the pool closes the oldest connection in `new`, or else in `idle`, for another one.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -52,7 +51,7 @@ class ConnectionPool:
         self._last_log = -math.inf
 
     def add(self, connection: Connection) -> bool:
-        """Add a new connection, and close a waiting one if there are too many. Return False if none is waiting."""
+        """Add a new connection; at the limit, close one that has no request. Return False if there is no room."""
         num_open = len(self.new) + len(self.idle) + len(self.busy)
         if num_open >= self.limit:
             self._log(f"{num_open} connections are open; at most {self.limit} may be (max_connections)")
@@ -74,11 +73,11 @@ class ConnectionPool:
 
     @property
     def overloaded(self) -> bool:
-        """True if so many connections have a request that only probes are answered."""
+        """True if more than `limit` connections have a request, so that only probes are answered."""
         return len(self.busy) > self.limit
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle errors of the event loop: log seldom that no connection can be accepted; asyncio tries it again."""
+        """Handle an error on the event loop. If no connection can be accepted, log that; asyncio tries again."""
         if "socket" in context and isinstance(error := context.get("exception"), OSError):
             self._log(f"cannot accept connections: {error.strerror or error}")
         else:
@@ -140,10 +139,13 @@ class Connection(HttpToolsProtocol):
                 self._refuse(_head_too_large())
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Parse a request again without the offer of another protocol, after which the parser would read no body."""
+        """Parse a request again without its offer of another protocol, after which the parser would read no body.
+
+        `rest` has the bytes after the headers.
+        """
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(ApiError(405, "this server is no proxy"))
+            self._refuse(ApiError(405, "this server is not a proxy"))
             return
         offer = (b"connection", b"upgrade", b"http2-settings")
         fields = b"".join(name + b": " + value + b"\r\n" for name, value in self.headers if name not in offer)
@@ -245,7 +247,7 @@ class Connection(HttpToolsProtocol):
             self._pool.move(self, self._pool.idle)
 
     def _expect(self, seconds: float) -> None:
-        """Give the client this time for the part of a request that it is sending."""
+        """Set the deadline for the part of a request that the client is sending, in seconds from now."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = self.loop.call_later(seconds, self._on_deadline)
@@ -261,9 +263,9 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a request with `error` before its end.
+        """Answer with `error` before the client has sent the whole request.
 
-        If the application has got the head, it answers: it may have a better reason to refuse, such as a missing key.
+        If the application has the headers, it answers instead: it may know a better reason, such as a missing key.
         """
         self._discards = True
         if self._in_body:
@@ -296,7 +298,10 @@ class Connection(HttpToolsProtocol):
         self._expect(_LINGER_S)
 
     def watch_sending(self, before: float = math.inf) -> None:
-        """Abort the connection if the client has taken nothing of its answer for `send_timeout`."""
+        """Abort the connection if the client has taken nothing of its answer for `send_timeout`.
+
+        `before` is the number of bytes that were left to send when that time began.
+        """
         left = self.transport.get_write_buffer_size()
         if left >= before:
             self.transport.abort()

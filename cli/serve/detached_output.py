@@ -1,4 +1,4 @@
-"""Output that neither fails nor waits, so that no reader of the terminal or log can end or delay the server."""
+"""Output that neither fails nor blocks, so that a terminal or log that is closed or slow cannot stop the server."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NoReturn, TextIO
 
 #: Texts that may wait for a reader; more are dropped.
 MAX_PENDING = 1000
-#: Seconds for which the process waits at its end for the last texts to be written.
+#: Most seconds that the process waits at its end for the last texts to be written.
 _LAST_S = 0.2
 
 
 class DetachedStream:
-    """Text stream that a thread writes to. It drops texts if its reader is gone or slow or its disk is full."""
+    """Text stream that a thread copies to `stream`. It drops texts if the reader is gone or slow, or the disk full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -52,7 +52,7 @@ class DetachedStream:
 
 @contextlib.contextmanager
 def detached_output() -> Iterator[None]:
-    """Detach stdout and stderr within the `with` block."""
+    """Replace stdout and stderr by DetachedStreams within the `with` block."""
     attached = sys.stdout, sys.stderr
     streams = [DetachedStream(stream) for stream in attached]
     sys.stdout, sys.stderr = streams
@@ -65,9 +65,9 @@ def detached_output() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code at once, after the output that can still be written.
+    """End the process with this exit code, after a short wait for pending output.
 
-    The interpreter's teardown takes seconds with gigabytes of tensors, and waits for threads that hang.
+    The interpreter's own teardown would take seconds with gigabytes of tensors, and wait for threads that hang.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, DetachedStream):

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def engine_ids(request_id: str, num_prompts: int) -> list[str]:
-    """Return the ids of the engine's requests, one for each prompt of the HTTP request `request_id`."""
+    """Return the ids of the engine's requests, one per prompt, for an HTTP request whose answer has this id."""
     return [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
 
 

@@ -55,7 +55,7 @@ def event(content: Any) -> bytes:
 class EventStream(Response):
     """Response that streams events. It calls `close` when the stream ends or fails, or the client disconnects.
 
-    A stream without an event for `keep_alive_s` sends a comment, so that proxies do not take it for dead; 0 sends none.
+    After `keep_alive_s` seconds without an event (0: never), it sends a comment, so that proxies keep the connection.
     """
 
     def __init__(

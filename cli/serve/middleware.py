@@ -1,4 +1,4 @@
-"""Layers around the application: an id for each request, and CORS for web pages of other origins."""
+"""ASGI middleware: an id for each request, and CORS for web pages of other origins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmsched.engine.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
-#: Request ids that are taken from clients. Any other is replaced, because ids are written to logs.
+#: Valid request ids. Others from clients are replaced, because ids are written to logs.
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#,]+")
 
@@ -26,10 +26,10 @@ def new_id() -> str:
 
 
 class RequestIds:
-    """ASGI layer that gives each request an id, `request.state.request_id`, and sends it back as X-Request-Id.
+    """ASGI middleware that gives each request an id, `request.state.request_id`, and sends it back as X-Request-Id.
 
-    The id is the client's X-Request-Id, if it sends a usable one. Other ids are unique. The layer logs an exception of
-    the application with the id, and does not raise it again.
+    The id is the client's X-Request-Id if it is valid, else a new unique one. If the application raises an exception,
+    the middleware logs it with the id and does not raise it again.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -53,7 +53,7 @@ class RequestIds:
 
 
 def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
-    """Return `app`, whose answers web pages of these origins may read."""
+    """Wrap `app` so that web pages of these origins may send requests and read the answers (CORS)."""
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -64,9 +64,9 @@ def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
 
 
 def read_origins(text: str | None) -> list[str]:
-    """Return the origins in a text such as "https://a.example,http://localhost:3000", or "*" for all.
+    """Return the origins in a text such as "https://a.example,http://localhost:3000"; "*" stands for all origins.
 
-    Raises ConfigError for a text that no browser sends as an origin.
+    None gives an empty list. Raises ConfigError for a text that is not an origin.
     """
     origins = [origin.strip().lower() for origin in text.split(",")] if text is not None else []
     for origin in origins:

@@ -71,7 +71,7 @@ def prefix_cache_routes(
 
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
-    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and `change`, where prompts keep changing.
+    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and the `change` that makes prompts miss.
 
     A miss of the kind OTHER_SALT counts as COLD, because a tenant must not learn what other tenants have sent.
     """
@@ -137,7 +137,7 @@ def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
 
 
 def pin_prefixes(engine: Engine, files: Sequence[tuple[Path, PrefixRequest]]) -> None:
-    """Pin the prefixes, which the engine computes first. Raises ConfigError if a prefix cannot be pinned."""
+    """Pin the prefixes; the engine computes them in its first steps. Raises ConfigError if one cannot be pinned."""
     preparer = Preparer(engine)
     for path, request in files:
         try:

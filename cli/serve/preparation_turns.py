@@ -1,4 +1,4 @@
-"""Turns of requests that are parsed and tokenised, so that one large request does not delay the others."""
+"""Parsing and tokenising of requests in turns, so that one large request does not delay the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PreparationTurns:
         self._large = ThreadPoolExecutor(num_threads, thread_name_prefix="llmsched-prepare-large")
 
     async def collect(self, work: Iterator[T], *, large: bool) -> list[T]:
-        """Return the items of `work`, which is advanced in threads. Cancelling ends the work with its current turn."""
+        """Advance the iterator `work` in threads and return its items. Cancelling ends `work` after its turn."""
         loop, threads = asyncio.get_running_loop(), self._large if large else self._small
         items: list[T] = []
         done = False
@@ -38,7 +38,7 @@ class PreparationTurns:
 
 
 def _advance(work: Iterator[T]) -> tuple[list[T], bool]:
-    """Take items until a turn is over; return them, and True if they are the last."""
+    """Take items from `work` for one turn. Return them, and True if `work` has no more."""
     items, end = [], time.monotonic() + _TURN_S
     for item in work:
         items.append(item)

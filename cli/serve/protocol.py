@@ -42,7 +42,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
-        """Raise an error for the first unknown field. pydantic's own check would list all of a hostile body's."""
+        """Raise an error for the first unknown field. pydantic's own check would list every one of a hostile body."""
         if isinstance(value, dict) and (unknown := next((k for k in value if k not in cls.model_fields), None)):
             raise PydanticCustomError("unknown_field", "unknown field '{field}'", {"field": unknown[:100]})
         return value
@@ -113,7 +113,7 @@ class StreamOptions(Schema):
 
 
 class ModelRequest(Schema):
-    """Request to a model: None is the one that is served."""
+    """Request to a model. Without `model`, it goes to the served model."""
 
     model: str | None = None
 
@@ -157,7 +157,7 @@ class GenerationRequest(ModelRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit of output tokens under either of its names, or None."""
+        """Maximum number of output tokens, given by either of two fields; None if neither is given."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class CompletionRequest(GenerationRequest):
     parse_special: bool | None = None
 
 
-#: Fields in which some clients put a part of a message that this server would not show to the model.
+#: Fields in which some clients put parts of a message that this server cannot pass to the model.
 _CONTENT_FIELDS = (
     *("audio", "images", "image", "image_url", "videos", "video", "files", "file", "documents", "attachments", "parts"),
     *("experimental_attachments", "text", "prefix", "partial", "tools", "functions"),
@@ -189,7 +189,7 @@ _CONTENT_FIELDS = (
 
 
 class ChatData(BaseModel):
-    """Strict base class for parts of a conversation. Other fields are the client's own notes, and ignored."""
+    """Strict base class for parts of a conversation. It ignores unknown fields, in which clients keep notes."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -253,7 +253,7 @@ class TemplateOptions(Schema):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of render_chat besides the messages. Raises RequestError if one is given twice."""
+        """Return the arguments of render_chat besides the messages. Raises RequestError if two values of one differ."""
         names = ("add_generation_prompt", "continue_final_message", "parse_special")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         options = self.chat_template_kwargs or {}
@@ -322,7 +322,7 @@ def parse(schema: type[R], body: bytes, max_choices: int = MAX_CHOICES, max_valu
 
 
 def _check_size(body: bytes, most: int) -> None:
-    """Raise RequestError if the body has more JSON values than `most`, before parsing blocks the other threads."""
+    """Raise RequestError if the body has more JSON values than `most`. Parsing them would block the other threads."""
 
     def values(part: bytes) -> int:
         return part.count(b",") + part.count(b"[") + part.count(b"{")

@@ -72,7 +72,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         monkeypatch.setattr(module, name, reached)
     monkeypatch.setattr("llmsched.cli.kv_budget.command.resolve_model", lambda model: "config.json")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    monkeypatch.setattr("llmsched.cli.serve.lifecycle.listen", lambda host, port: None)
+    monkeypatch.setattr("llmsched.cli.serve.lifecycle.listen", lambda host, port: [])
     return CommandLine(monkeypatch, capsys)
 
 

@@ -21,7 +21,7 @@ from attacks import COMPLETIONS, Health, all_at_once, ask, closed, completion, i
 from fastapi import Response
 from scripted import ScriptedServer
 
-from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.http_limits import HttpLimits
 
 #: Bound of the 95th percentile on a busy machine. Before the limits, these attacks stalled /health for 2 to 30 s.
 P95_S = 1.0

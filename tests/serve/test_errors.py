@@ -14,7 +14,7 @@ import pytest
 from scripted import MODEL, ScriptedServer
 
 from llmsched.cli.serve.access import Access
-from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.http_limits import HttpLimits
 
 MAX_BODY_BYTES = HttpLimits().max_body_size
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

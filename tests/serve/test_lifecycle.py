@@ -22,7 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 from scripted import ScriptedServer
 
-from llmsched.cli.serve.lifecycle import PortInUseError, listen, run
+from llmsched.cli.serve.lifecycle import PortInUseError, Server, listen
 
 PATH = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
@@ -167,7 +167,7 @@ def test_a_client_that_connects_while_the_model_loads_is_served_afterwards() -> 
 
 
 class FakeService:
-    """The part of AsyncEngine that `run` uses: healthy, and stopped at the end."""
+    """The part of AsyncEngine that Server uses: healthy, and stopped at the end."""
 
     healthy = True
     stopped = False
@@ -184,7 +184,8 @@ def served(listener: socket.socket, on_ready: Callable[[], None] = lambda: None)
     """Run a server to its end and check that the engine was stopped."""
     service = FakeService()
     try:
-        asyncio.run(asyncio.wait_for(run(FastAPI(), service, [listener], grace_s=1.0, on_ready=on_ready), 20))  # type: ignore[arg-type]
+        server = Server(FastAPI(), service, grace_s=1.0, on_ready=on_ready)  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(server.serve([listener]), 20))
     finally:
         assert service.stopped
 

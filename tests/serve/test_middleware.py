@@ -14,7 +14,7 @@ from scripted import MODEL, ScriptedServer
 
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.serve.access import Access
-from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.middleware import read_origins
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload

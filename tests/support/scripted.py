@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import signal
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
 from llmsched.cli.serve import lifecycle
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.app import build_app
-from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.manager import make_kv
@@ -136,7 +137,7 @@ class LiveServer:
 
     def drain(self) -> None:
         """Start to drain, as the first SIGTERM does."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._server.handle_exit(signal.SIGTERM, None)
 
     def join(self, timeout: float = 20) -> int | None:
         """Wait at most `timeout` seconds for the end of the server, and return its exit code."""
@@ -150,19 +151,14 @@ class LiveServer:
             self.join()
 
     async def run(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self.service = AsyncEngine(self.engine, step_timeout_s=self._step_timeout_s)
         self.service.start()
         self.app = build_app(self.service, self._name, self._access, self._limits)
-        self.exit_code = await lifecycle.run(
-            self.app,
-            self.service,
-            self.listeners,
-            grace_s=self._grace_s,
-            limits=self._limits,
-            on_ready=self._ready.set,
-            stop=self._stop,
+        self._server = lifecycle.Server(
+            self.app, self.service, self._limits, grace_s=self._grace_s, on_ready=self._ready.set
         )
+        await self._server.serve(self.listeners)
+        self.exit_code = self._server.exit_code
 
 
 class ScriptedServer(LiveServer):

@@ -1,4 +1,4 @@
-"""Limits of the HTTP server: what clients may send, hold and keep waiting, as flags of `llmsched serve`."""
+"""Limits of HTTP connections and bodies, as flags of `llmsched serve`. EngineConfig has the limits of the queue."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class HttpLimits:
         typer.Option(
             min=1,
             show_default="4096, or fewer if the limit of open files is lower",
-            help="Most open connections. For one more, the server closes the connection that has waited longest "
-            "without a request.",
+            help="Maximum number of open connections. When one more arrives, the server closes the connection that has "
+            "waited longest without a request.",
         ),
     ] = None
     header_timeout: Annotated[
@@ -42,7 +42,7 @@ class HttpLimits:
     ] = 60.0
     send_timeout: Annotated[
         float,
-        duration_option("Time in which a client must take some more of its answer.", show_default="60s"),
+        duration_option("Time within which a client must read some more of its answer.", show_default="60s"),
     ] = 60.0
     keep_alive_timeout: Annotated[
         float,
@@ -61,18 +61,18 @@ class HttpLimits:
     ] = 15.0
     max_body_size: Annotated[
         int,
-        typer.Option(parser=typed(size), metavar="SIZE", show_default="8MiB", help="Largest body of a request."),
+        typer.Option(parser=typed(size), metavar="SIZE", show_default="8MiB", help="Maximum size of a request's body."),
     ] = 8 << 20
-    max_choices: Annotated[int, typer.Option(min=1, max=1 << 16, help="Most choices (prompts x n) of one request.")] = (
-        MAX_CHOICES
-    )
+    max_choices: Annotated[
+        int, typer.Option(min=1, max=1 << 16, help="Maximum number of choices (prompts x n) of a request.")
+    ] = MAX_CHOICES
 
     def __post_init__(self) -> None:
         for name in ("header_timeout", "body_timeout", "send_timeout", "keep_alive_timeout"):
             check_range(name, getattr(self, name), getattr(self, name) > 0, "a duration above 0")
 
     def connections(self) -> int:
-        """Return the most connections that may be open, after raising the process's limit of open files if needed.
+        """Return how many connections may be open. If they need it, raise the process's limit of open files first.
 
         Raises ConfigError if `max_connections` does not fit the limit of open files.
         """
@@ -87,7 +87,7 @@ class HttpLimits:
             return wanted
         limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        fit = max(8, wanted - (needed - limit))
+        fit = max(8, wanted - needed + limit)
         if self.max_connections is not None and fit < wanted:
             raise ConfigError(
                 "max_connections",
