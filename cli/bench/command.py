@@ -77,10 +77,10 @@ def bench(
     """Send a load to a server or a model, and measure latency and goodput.
 
     The requests of a trace are sent at the times that the trace states. Without a trace, --request-rate or
-    --max-concurrency, all requests are sent at once. On a server, each run sends prompts that no earlier run has sent,
-    so that its prefix cache does not serve them; --prompt-seed repeats prompts. Ctrl-C ends a run and reports the
-    requests completed by then. The exit code is 1 if a request failed, if no rate meets the SLOs (--find-knee), or if a
-    figure is wrong or this machine was too busy to tell (--self-check).
+    --max-concurrency, all requests are sent at once. Each run sends new prompts to a server, so that the server's
+    prefix cache does not hold them; --prompt-seed repeats prompts. Ctrl-C ends a run and reports the requests completed
+    by then. The exit code is 1 if a request failed, if no rate meets the SLOs (--find-knee), or if a figure is wrong or
+    this machine was too busy to tell (--self-check).
 
     \b
     Examples:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from llmsched.cli.bench.compare.variants import SYNTAX
+from llmsched.cli.bench.knee.knee_exploration import SLACK
 from llmsched.cli.bench.knee.knee_search import ATTAINMENT, TOLERANCE
 from llmsched.cli.options.flags import flag, typed
 from llmsched.cli.values import fraction
@@ -39,8 +40,9 @@ class ModeFlags:
         bool,
         typer.Option(
             "--find-knee",
-            help="Find the highest request rate at which 90 % of requests meet every SLO. Default SLOs: TTFT and TPOT "
-            "within 5 times those of an idle target. Starts at --request-rate, or at half the target's throughput.",
+            help=f"Find the highest request rate at which {100 * ATTAINMENT:g} % of requests meet every SLO. Default "
+            f"SLOs: {SLACK:g} times the TTFT and TPOT of an idle target. Starts at --request-rate, or at half the "
+            "target's throughput.",
         ),
     ] = False
     max_request_rate: Annotated[

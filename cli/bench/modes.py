@@ -38,7 +38,10 @@ async def bench_target(
     plan: RunPlan,
     progress: Progress,
 ) -> Result:
-    """Open a target, at `url` if it is a server, and run the load once or, with --find-knee, search for its knee."""
+    """Open a target, and run the load once or, with --find-knee, search for the target's knee.
+
+    `url` is the target's URL if the target is a server.
+    """
     if modes.find_knee:
         return await _bench_knee(opening, modes, plan, progress)
     return await _bench_once(opening, url, plan, progress)

@@ -73,7 +73,7 @@ class KVMeter:
 
     @property
     def waste(self) -> float | None:
-        """The share of held KV memory that was empty, averaged over steps; None if requests never held any."""
+        """Share of held KV memory that was empty, averaged over steps; None if requests never held any."""
         return self.shares / self.held_steps if self.held_steps else None
 
 
@@ -106,12 +106,12 @@ class MemoryUsage:
 
     @property
     def peak_kv(self) -> int | None:
-        """The most KV memory held by requests, in bytes; None if unknown."""
+        """Most KV memory held by requests, in bytes; None if unknown."""
         return None if self.parts is None else round(self.peak_kv_share * self.parts.kv)
 
     @property
     def peak(self) -> int | None:
-        """The memory that this load needs (weights, activations and peak KV) in bytes; None if unknown."""
+        """Memory that this load needs (weights, activations and peak KV) in bytes; None if unknown."""
         if self.parts is None or self.peak_kv is None:
             return None
         return self.parts.weights + self.parts.activations + self.peak_kv
@@ -120,7 +120,7 @@ class MemoryUsage:
 def memory_usage(
     samples: Sequence[TargetState], parts: MemoryParts | None, meter: KVMeter | None
 ) -> MemoryUsage | None:
-    """Return the memory usage from the meter if it observed steps, else from the samples; None if both lack it."""
+    """Return the memory usage from the meter if it observed steps, else from the samples; None without either."""
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:

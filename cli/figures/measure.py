@@ -71,17 +71,17 @@ class Measurement:
 
     @property
     def latencies(self) -> list[RequestLatency]:
-        """The latencies of each completed request."""
+        """Latencies of each completed request."""
         return [one.latency for one in self.served]
 
     @property
     def samples(self) -> list[TargetState]:
-        """The target's states, with times in seconds after the start of the run."""
+        """States of the target, with times in seconds after the start of the run."""
         return [sample._replace(time=sample.time - self.run.start) for sample in self.run.samples]
 
     @property
     def memory(self) -> MemoryUsage | None:
-        """The target's memory usage; None if the target does not report it."""
+        """Memory usage of the target; None if the target does not report it."""
         return memory_usage(self.run.samples, self.run.memory, self.run.meter)
 
 

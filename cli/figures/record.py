@@ -97,7 +97,7 @@ class RequestRecord:
 
 
 class LoopLag(NamedTuple):
-    """Timer of the client's event loop that was due at `due` and fired `late` seconds later.
+    """Lag of a timer of the client's event loop, which was due at `due` and fired `late` seconds later.
 
     For at least `machine` of these seconds, the loop had work but the machine gave it no CPU core.
     """
@@ -129,10 +129,10 @@ class RunRecord:
 
     @property
     def start(self) -> float:
-        """The time at which the first request was scheduled."""
+        """Time at which the first request was scheduled."""
         return min((record.scheduled for record in self.records), default=0.0)
 
     @property
     def end(self) -> float:
-        """The time at which the last request ended; `start` if no request ended."""
+        """Time at which the last request ended; `start` if no request ended."""
         return max((record.end for record in self.records if record.end is not None), default=self.start)

@@ -64,7 +64,7 @@ class BudgetAnalysis:
 
     @property
     def fits(self) -> bool | None:
-        """True if the plan meets the demand, False if not; None if it may not, because the weights may be larger."""
+        """True if the plan meets the demand, False if not. None if weights that are not counted may change that."""
         if self.demand.shortfall(self.plan) is not None:
             return False
         return True if self.shape.weights.doubt is None else None

@@ -33,7 +33,7 @@ def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
 
 
 def serve_line(analysis: BudgetAnalysis) -> str | None:
-    """Return the `llmsched serve` command of the plan. Return None if it would fail, or if the plan is for vLLM.
+    """Return the `llmsched serve` command of the plan, or None if the command would fail or the plan is for vLLM.
 
     If the demand does not fit, the command has the settings of the cheapest change that makes it fit on this device.
     """

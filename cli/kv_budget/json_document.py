@@ -13,6 +13,8 @@ from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.profiles.gpus import GpuSpec
 
 PERCENTILES = (50, 90, 95, 99)
+#: Lengths for which capacity is reported besides max_model_len and the mean.
+_LENGTHS = (512, 2048, 8192, 32768, 131072)
 #: Preemption probabilities for which the largest number of sequences is reported.
 RISKS = (0.01, 0.05)
 #: Upper limit of the search for the largest number of sequences.
@@ -21,7 +23,7 @@ _MOST_SEQS = 1 << 16
 
 def document(analysis: BudgetAnalysis) -> dict[str, Any]:
     """Return the document of `kv-budget --json` for one device."""
-    plan, mean = analysis.plan, analysis.mean_len
+    plan, mean, longest = analysis.plan, analysis.mean_len, analysis.plan.max_model_len
     return {
         "model": analysis.spec,
         "config_from": analysis.planner.origin,
@@ -52,6 +54,10 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
         "context": analysis.demand.length(plan) if analysis.has_demand else None,
         "mean_len": mean,
         "max_num_seqs_at_mean_len": None if mean is None else plan.num_seqs_at(mean),
+        "max_num_seqs_by_length": [
+            {"length": length, "blocks_each": plan.blocks_for(length), "max_num_seqs": plan.num_seqs_at(length)}
+            for length in sorted({*(size for size in _LENGTHS if size < longest), mean or longest, longest})
+        ],
         "lengths": _concurrency(analysis),
         "max_num_batched_tokens_cost": [
             {

@@ -13,9 +13,6 @@ from llmsched.cli.render import human_bytes
 from llmsched.engine.errors import spell
 from llmsched.profiles.gpus import GpuSpec
 
-#: Lengths for which capacity is shown besides max_model_len and the mean.
-_LENGTHS = (512, 2048, 8192, 32768, 131072)
-
 
 def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
     """Print the report on one device. `document` is the JSON document of `analysis`."""
@@ -32,13 +29,10 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
     parts = plan.fixed_parts | {"KV": plan.kv_bytes, "other programs": plan.device.used_by_others}
     render.stacked_bar([(name, count) for name, count in parts.items() if count], plan.device.total)
     render.say()
-    labels = {length: "" for length in _LENGTHS if length < plan.max_model_len}
-    if analysis.mean_len is not None:
-        labels[analysis.mean_len] = " (mean)"
-    labels[plan.max_model_len] = " (max_model_len)"
+    labels = {analysis.mean_len: " (mean)", plan.max_model_len: " (max_model_len)"}
     capacity = [
-        (f"{length:,}{label}", f"{plan.blocks_for(length):,}", f"{plan.num_seqs_at(length):,}")
-        for length, label in sorted(labels.items())
+        (f"{row['length']:,}{labels.get(row['length'], '')}", f"{row['blocks_each']:,}", f"{row['max_num_seqs']:,}")
+        for row in document["max_num_seqs_by_length"]
     ]
     render.table("Sequences at the same time", ("length", "blocks each", "fit at once"), capacity)
     if document["lengths"] is not None:
@@ -65,7 +59,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return the head dimension as text, after `factor`; if keys and values differ, return just "192 + 128"."""
+    """Return `factor` and the head dimension as text, or only "192 + 128" if keys and values have different ones."""
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 

@@ -55,7 +55,7 @@ def quantization_option(doing: str) -> Any:
     return typer.Option(
         metavar="|".join(QUANTIZATIONS),
         show_default=False,
-        help=f"{doing} of MODEL whose weights are quantised in this way. It need not exist. fp8_block has "
+        help=f"{doing} of MODEL whose weights are quantised in this way. The checkpoint need not exist. fp8_block has "
         "one scale per block of 128 x 128 weights.",
     )
 

@@ -52,7 +52,7 @@ class SloFlags:
     ] = READER_SPEED
 
     def slo(self) -> Slo:
-        """Return the targets that the flags set. Raises ConfigError unless the reader's speed is above 0 and finite."""
+        """Return the targets that the flags set. Raises ConfigError if the reader's speed is not above 0 and finite."""
         return replace(
             self.slo_itl or Slo(),
             ttft=self.slo_ttft,

@@ -63,7 +63,10 @@ class UrlTargetFlags:
 
 
 def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options: EngineOptions) -> HttpOptions:
-    """Return the settings for requests to a server. Raises LlmschedError for an invalid URL or given engine flags."""
+    """Return the settings for requests to a server.
+
+    Raises LlmschedError for an invalid URL, and if engine flags were given, which cannot change a running server.
+    """
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")

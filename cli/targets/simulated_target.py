@@ -1,6 +1,7 @@
 """Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
 
-One Blueprint serves many loads. A load may have other limits, if they fit the memory that the Blueprint reserves.
+One Blueprint serves many loads. Its limits, such as max_num_seqs, can be changed for a load within the memory that it
+reserves.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ class Occupancy:
         return _missing(total)
 
     def most_seqs(self, probability: float, limit: int) -> int:
-        """Return the largest number of running sequences, at most `limit`, for which the pool is large enough.
+        """Return the largest number of running sequences whose `preemption_probability` is at most `probability`.
 
-        Their `preemption_probability` must be at most `probability`.
+        The result is at most `limit`.
         """
         total, count = self._no_seqs, 0
         for power in reversed(range(limit.bit_length())):

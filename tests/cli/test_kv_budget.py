@@ -89,6 +89,19 @@ def test_mean_length(command: CommandLine) -> None:
     assert answer["max_num_seqs_at_mean_len"] == answer["num_blocks"] // 94
 
 
+def test_capacities_by_length_are_the_same_in_json_and_in_the_report(command: CommandLine) -> None:
+    question = ("kv-budget", LLAMA, "--gpu-memory", "24GiB", "--max-model-len", "8192", "--mean-len", "1500")
+    answer = command(*question, "--json").json
+    rows = answer["max_num_seqs_by_length"]
+    assert [row["length"] for row in rows] == [512, 1500, 2048, 8192]
+    assert rows[2] == {"length": 2048, "blocks_each": 128, "max_num_seqs": answer["num_blocks"] // 128}
+    assert rows[3]["max_num_seqs"] == answer["max_num_seqs"]
+    table = command(*question).out.partition("blocks each  fit at once\n")[2].splitlines()[: len(rows)]
+    for row, line in zip(rows, table, strict=True):
+        cells = line.split()
+        assert [cells[0], *cells[-2:]] == [f"{row[name]:,}" for name in ("length", "blocks_each", "max_num_seqs")]
+
+
 def test_a_model_that_does_not_fit_is_an_answer(command: CommandLine) -> None:
     outcome = command("kv-budget", LLAMA, "--gpu-memory", "12GiB", "--json")
     assert outcome.code == 1

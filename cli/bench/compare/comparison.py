@@ -16,13 +16,13 @@ from llmsched.engine.progress import Progress
 
 
 class VariantRun(NamedTuple):
-    """Run of a variant. The `record` has a KVMeter and the sizes of the parts of the engine's memory."""
+    """Run of a variant. `record.meter` and `record.memory` are not None."""
 
     record: RunRecord
     experiment: Experiment
 
 
-#: Function that runs a load with the settings of the variant of that name, on an engine that has served nothing yet.
+#: Function that runs a load on a new engine with the settings of the named variant.
 RunVariant = Callable[[str, Load, Progress], Awaitable[VariantRun]]
 
 
@@ -62,7 +62,10 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return the figures `whole` of all rounds, but with the means of the steady-state and send rates of `rounds`."""
+    """Return `whole` (all rounds together) with steady-state and send rates replaced by their means over `rounds`.
+
+    A rate that is None in any round becomes None.
+    """
     if len(rounds) == 1:
         return whole
     means: dict[str, float | None] = {}

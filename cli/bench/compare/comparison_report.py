@@ -15,6 +15,9 @@ from llmsched.cli.figures.registry import Place, Unit, as_json, definitions_in, 
 from llmsched.engine.latency_definitions import DEFINITIONS
 from llmsched.engine.units import human_bytes
 
+#: Columns of tables have the names of variants if all have at most this many characters.
+_SHORT = 16
+
 
 def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
     """Return the JSON report: `runs` in the order of the command line, and `ratios` of the later runs to the first.
@@ -132,22 +135,30 @@ def _notes(document: dict[str, Any], first: MeasuredRun) -> list[str]:
         for name, ratios in document["ratios"].items()
         if rounds > 1
     ]
-    return [f"{experiment.headline()}; {interleaved}", *experiment.provenance.caveats(), *by_round]
+    names = [run["policy"] for run in document["runs"]]
+    numbers = [f"{label} {name}" for label, name in zip(_labels(names), names, strict=True) if label != name]
+    legend = [f"variants: {'; '.join(numbers)}"] if numbers else []
+    return [f"{experiment.headline()}; {interleaved}", *experiment.provenance.caveats(), *legend, *by_round]
+
+
+def _labels(names: Sequence[str]) -> Sequence[str]:
+    """Return the variants' names for the columns of a table, or numbers if a name is too long for a terminal."""
+    return names if max(map(len, names)) <= _SHORT else [f"[{number}]" for number in range(1, len(names) + 1)]
 
 
 def _table(document: dict[str, Any]) -> Table:
     """Return the table of figures and ratios, one figure per row: first rates, then latencies, then the rest."""
     runs, ratios = document["runs"], document["ratios"]
-    first, *others = runs
-    columns = ["", *(run["policy"] for run in runs), *(f"{run['policy']} / {first['policy']}" for run in others)]
+    first, *others = labels = _labels([run["policy"] for run in runs])
+    compared = [f"{label} / {first}" for label in others]
     rows = []
     for figure, path in sorted(paths_in(Place.RATIOS), key=lambda row: {"/s": 0, "ms": 1}.get(row[0].unit, 2)):
         values = [look_up(run, path) for run in runs]
         if any(value is not None for value in values):
-            relations = [_times(ratios[run["policy"]]["_".join(path)]) for run in others]
+            relations = [_times(ratios[run["policy"]]["_".join(path)]) for run in runs[1:]]
             label = " ".join((figure.label, *(part.upper() for part in path[1:])))
             rows.append([label, *(_shown(value, figure.unit) for value in values), *relations])
-    return Table("all rounds together; latencies in ms", columns, rows)
+    return Table("all rounds together; latencies in ms", ["", *labels, *compared], rows, spare=compared)
 
 
 def _shown(value: float | None, unit: Unit) -> str:
@@ -160,4 +171,4 @@ def _shown(value: float | None, unit: Unit) -> str:
 
 
 def _times(ratio: float | None) -> str:
-    return "n/a" if ratio is None else f"{ratio:.3g}x"
+    return "n/a" if ratio is None else f"{ratio:,.0f}x" if ratio >= 1000 else f"{ratio:.3g}x"

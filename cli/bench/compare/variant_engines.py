@@ -30,7 +30,10 @@ class VariantEngines:
     """Engines in this process, one per variant. Variants that need the same memory share weights and KV memory."""
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Set a missing `max_num_batched_tokens` to the device's default. Raises ConfigError for a missing device."""
+        """Set a missing `max_num_batched_tokens` in `configs` to the default of the config's device.
+
+        Raises ConfigError if this machine lacks the device.
+        """
         from llmsched.engine.device import device_memory
         from llmsched.engine.memory.planner import token_budget
 
@@ -56,7 +59,7 @@ class VariantEngines:
             planner.resolve(self._largest(config), device_memory(resolve_device(config.device)))
 
     async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun:
-        """Run a load with the variant `name` (see `RunVariant`). Raises ModelError and ConfigError."""
+        """Run a load with the variant `name`. Raises ModelError or ConfigError if its engine cannot be built."""
         async with self.running(name) as engine:
             ids, target = usable_ids(engine.core.tokenizer, engine.core.model.vocab_size), EngineTarget(engine)
             plan, warmup = self._plan, 1 if self._plan.warmup is None else self._plan.warmup
@@ -88,7 +91,10 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return `config` with the largest value of each of LIMITS among the variants that share its memory."""
+        """Return settings that reserve enough memory for all variants that share the memory of `config`.
+
+        Each of LIMITS has the largest value that it has in these variants.
+        """
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:
@@ -104,7 +110,7 @@ def simulated_variants(
 ) -> RunVariant:
     """Return a function that simulates a run of a variant on `device`, a name that `make_blueprint` accepts.
 
-    Raises ModelError, and ConfigError if a variant does not fit the device.
+    Raises ModelError if the model cannot be read, and ConfigError if a variant does not fit the device.
     """
     blueprints = {name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()}
     for note in dict.fromkeys(note for one in blueprints.values() for note in one.notes):

@@ -38,7 +38,10 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits of a search (see `KneeGoal`). `highest` is the highest rate to try, in requests per second."""
+    """Limits of a search (see `KneeGoal`). `highest` is the highest rate to try, in requests per second.
+
+    If `highest` is None, the limit is a multiple of the target's throughput.
+    """
 
     highest: float | None
     attainment: float
@@ -60,9 +63,10 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a knee search. `idle` and `burst` are None if the search did not need them.
+    """Result of a knee search.
 
-    `idle` is the JSON report of the idle target, `burst` that of all requests sent at once.
+    `idle` is the JSON report of the idle target, `burst` that of all requests sent at once. Each is None if the search
+    did not need it.
     """
 
     goal: KneeGoal
@@ -74,7 +78,10 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """First attempt at the knee's rate that has a `run`, else the first at this rate. None if there is no knee."""
+        """First attempt at the knee's rate whose `run` was kept; if none was kept, the first attempt at this rate.
+
+        None if there is no knee.
+        """
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
         return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 
@@ -145,7 +152,10 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search. Rates that no flag sets follow from the throughput of `burst` and from `idle`."""
+    """Return the goal of the search.
+
+    Rates that no flag sets are multiples of the throughput of `burst`. The lowest also follows from the E2E of `idle`.
+    """
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")

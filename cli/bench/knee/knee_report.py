@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmsched.cli.bench.knee.knee_exploration import Exploration
+from llmsched.cli.bench.knee.knee_exploration import SLACK, Exploration
 from llmsched.cli.bench.report.report_content import ReportContent, Table
 from llmsched.cli.chart import Chart, Series
 from llmsched.cli.figures.experiment import Experiment
@@ -81,7 +81,7 @@ def cautions(document: dict[str, Any]) -> list[str]:
         )
     if not all(point["valid"] for point in document["points"]):
         found.append(
-            "at some rates nothing was served or the client itself was late: those figures are not the target's"
+            "at some rates nothing was served or the client itself was late: those figures do not describe the target"
         )
     return found
 
@@ -96,9 +96,9 @@ def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
             f"all at once: {burst['requests_per_s']:.3g} requests/s, {burst['output_tokens_per_s']:.4g} tokens/s"
         )
     if document["slo_from_idle_target"]:
-        found.append("no SLO given: using 5 times the medians of the idle target")
+        found.append(f"no SLO given: using {SLACK:g} times the medians of the idle target")
     slo = document["slo"]
-    limits = [f"{name.removesuffix('_ms').upper()} {slo[name]:.4g} ms" for name in slo if name.endswith("_ms")]
+    limits = [f"{name.removesuffix('_ms').upper()} {_limit(slo[name])} ms" for name in slo if name.endswith("_ms")]
     return [*found, f"SLO: {', '.join(limits)}, met by {document['attainment_goal']:.0%} of requests"]
 
 
@@ -134,7 +134,15 @@ def _table(document: dict[str, Any]) -> Table:
                 "met" if point["met"] else "missed",
             ]
         )
-    return Table("latency in ms", columns, rows, text_columns=0, spare=("goodput", "output tokens/s", "TTFT P50"))
+    rates = [point["rate"] for point in document["points"]]
+    twice = "; a rate that was tried twice counts by the mean of both" if len(set(rates)) < len(rates) else ""
+    title = f"latency in ms{twice}"
+    return Table(title, columns, rows, text_columns=0, spare=("goodput", "output tokens/s", "TTFT P50"))
+
+
+def _limit(milliseconds: float) -> str:
+    """Return a limit with four digits, or with all digits before the decimal point if these are more."""
+    return f"{milliseconds:.0f}" if milliseconds >= 1000 else f"{milliseconds:.4g}"
 
 
 def _or_na(value: float | None, form: str) -> str:

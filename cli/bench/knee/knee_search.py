@@ -81,7 +81,7 @@ class Knee:
 async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal) -> Knee:
     """Find the knee with at most MAX_ATTEMPTS calls of `attempt`.
 
-    `attempt` returns the share of requests that meet every SLO at a request rate.
+    `attempt` takes a request rate and returns the share of requests that met every SLO at this rate.
     """
     attempts: list[Attempt] = []
     while len(attempts) < MAX_ATTEMPTS and (rate := next_rate(attempts, goal)) is not None:
@@ -115,9 +115,9 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return the highest rate that met the goal, below every rate that missed it, and the lowest that missed it.
+    """Return two rates: the highest one that met the goal, and the lowest one that missed it.
 
-    Either is None if there is no such rate.
+    If a rate met the goal although a lower one missed it, it does not count. Each is None if there is no such rate.
     """
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:

@@ -47,7 +47,7 @@ class OutputFlags:
         ),
     ] = None
     definitions: Annotated[
-        bool, typer.Option("--definitions", help="Print at the end what the figures mean; --json always says it.")
+        bool, typer.Option("--definitions", help="Print at the end what the figures mean, which --json always states.")
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 

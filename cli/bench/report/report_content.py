@@ -34,10 +34,11 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReportContent:
-    """Content of a report. A page begins with `verdict` (a sentence) and `summary` (a few figures with their names).
+    """Content of a report.
 
-    On a terminal, the verdict comes last, the summary is left out, and only the first `terminal_charts` charts are
-    drawn. `decisions` are choices that the command made for the user; a terminal shows them on stderr.
+    An HTML page begins with `verdict` (a sentence) and `summary` (a few figures with their names). On a terminal, the
+    verdict comes last, the summary is left out, and only the first `terminal_charts` charts are drawn. `decisions` are
+    choices that the command made for the user; a terminal shows them on stderr.
     """
 
     title: str = ""
@@ -57,7 +58,7 @@ class ReportContent:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a mode of `bench`: the JSON report and its content. If `well` is False, the exit code is 1.
+    """Result of a mode of `bench`: the report as JSON and as `content`. If `well` is False, the exit code is 1.
 
     `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. `detail`
     is shown only at the end of the HTML page.

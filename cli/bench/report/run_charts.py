@@ -109,8 +109,8 @@ def queue_over_time(samples: Sequence[TargetState]) -> Chart:
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
     """Return a chart of the memory in use in GiB or, if `memory` is unknown, of KV memory in percent.
 
-    A line marks the size of the whole memory if more than half of it was in use. Otherwise most of the chart would be
-    empty.
+    If more than half of the memory was in use, a line marks its size. With less in use, the chart would be mostly empty
+    below the line.
     """
     unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
     held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]

@@ -99,7 +99,7 @@ class ProbeOutcome:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of the checks."""
+        """Worst verdict of the checks."""
         verdicts = {check.verdict for check in self.checks}
         return "wrong" if "wrong" in verdicts else "disturbed" if "disturbed" in verdicts else "right"
 
@@ -130,7 +130,7 @@ _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_le
 
 
 async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[FigureCheck], float]]]) -> ProbeOutcome:
-    """Run a probe. Try again, at most twice, if a figure is not right and a delay above the allowed error may be why.
+    """Run a probe, at most three times: again if a figure is not right and the longest delay is above TYPICAL_S.
 
     `attempt` runs the probe once and returns the checks and the longest delay in seconds.
     """
@@ -268,7 +268,7 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
     """Return the checks of a probe, which compare measured figures with those from the server's log.
 
-    If the longest delay, `held_up` seconds, is above TYPICAL_S, the `excuse` of a time is twice this delay.
+    If the longest delay, `held_up` seconds, is above TYPICAL_S, the `excuse` of each time is twice this delay.
     """
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
@@ -303,7 +303,8 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
     """Compute figures from a log of answers to requests. `due` is the mean time at which the requests were due.
 
-    Only the means of TTFT and E2E are used, so the answers need not be matched with requests.
+    Each answer is taken as due at this mean time. This does not change the means of TTFT and E2E, so answers need not
+    be matched with requests.
     """
     arrivals = [[Arrival(at, tokens) for at, tokens in written] for _, written in log]
     requests = [latency for one in arrivals if (latency := request_latency(due, one)) is not None]

@@ -84,9 +84,9 @@ def offsets(
 
 
 def _likely_unit(values: Sequence[float], stated: TimestampUnit, fixed: bool) -> TimestampUnit:
-    """Return the unit in which the values are Unix timestamps, else the format's unit `stated` or a likelier one.
+    """Return the likeliest unit of the timestamps `values`, by the rules at the top of this file.
 
-    The top of this file has the rules. `fixed` is True if all files of the format have the unit `stated`.
+    `stated` is the format's unit. `fixed` is True if all files of the format have it.
     """
     low, high = min(values), max(values)
     for unit, per_second in UNITS.items():

@@ -299,6 +299,18 @@ def test_simulated_compare_from_the_command_line(
         assert words in text
 
 
+def test_long_variants_have_numbers_in_the_table(command: CommandLine, tiny_model: Callable[..., Path]) -> None:
+    """A narrow terminal has room for the table."""
+    outcome = command(
+        *("bench", str(tiny_model("llama")), "--simulate", "l4", "--num-prompts", "4", "--max-model-len", "160"),
+        *("--compare", "static, fair max_num_batched_tokens=512 headroom=20%", "--rounds", "1"),
+    )
+    assert "variants: [1] static; [2] fair max_num_batched_tokens=512 headroom=20%" in outcome.out
+    table = outcome.out.partition("latencies in ms\n")[2].partition("fair")[0].splitlines()
+    assert table[0].split() == ["[1]", "[2]", "[2]", "/", "[1]"]
+    assert max(map(len, table)) < 60
+
+
 def test_a_simulated_variant_that_does_not_fit_is_exit_code_2(
     command: CommandLine, tiny_model: Callable[..., Path]
 ) -> None:

@@ -118,6 +118,16 @@ def test_report_of_a_knee(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"knee at {found.knee.rate:.3g} requests/s: 90% of requests or more meet the SLO" in printed
 
 
+def test_the_report_says_how_a_rate_that_was_tried_twice_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    target, work = opened(Queue()), plan(Slo(ttft=0.5, e2e=20.0), num_prompts=50, request_rate=1.0)
+    found = find(target, work)
+    assert found.knee.rate in [attempt.rate for attempt in found.attempts if attempt is not found.at_knee]
+    show(knee_content(knee_json(work, found), target.experiment(work.workload, found.slo)))
+    printed = capsys.readouterr().out
+    assert "latency in ms; a rate that was tried twice counts by the mean of both" in printed
+    assert "SLO: TTFT 500 ms, E2E 20000 ms, met by 90% of requests" in printed
+
+
 def test_a_knee_with_a_growing_backlog_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
     """With a TTFT limit of 15 s a load of 40 s meets its SLO up to 14 requests/s, although only 10 are served."""
     target, work = opened(Queue()), plan(Slo(ttft=15.0), arrivals="constant", request_rate=12.0)
