@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def _drop_output() -> None:
-    """Discard output that stdout and stderr can no longer write, because it would change the exit code."""
+    """Discard output that stdout and stderr can no longer write. Writing it at exit would change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

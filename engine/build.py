@@ -116,9 +116,11 @@ def _load(
         peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len, progress)
     context = None
     if executor.device.type == "cuda":
+        progress("measuring memory", 0, 1)
         # The driver reports one sum: torch's memory, the CUDA context, and what other processes hold (see the plan).
         free, total = torch.cuda.mem_get_info(executor.device)
         context = max(0, total - free - torch.cuda.memory_reserved(executor.device) - plan.device.used_by_others)
+        progress("measuring memory", 1, 1)
     measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak, context)
     return executor, replace(plan, measured=measured)
 

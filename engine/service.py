@@ -31,9 +31,9 @@ MAX_BAD_ROWS = 8
 class AsyncEngine:
     """Wrapper that runs an Engine, `core`, in a thread.
 
-    The event loop never waits for a step, and the engine never waits for a reader. `start` binds the AsyncEngine to the
-    running event loop. Use the streams, and all methods except `stats`, on that loop only. Code on the loop may read
-    the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses `call` for all other access.
+    The event loop never waits for a step, and the engine never waits for a stream's reader. `start` binds the
+    AsyncEngine to the running event loop. Use the streams, and all methods except `stats`, on that loop only. Code on
+    the loop may read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses `call` for the rest.
 
     If the action of a `call` raises an exception, that call fails, and the engine continues if `Engine.check_integrity`
     finds no fault. An exception in a step, or SystemExit or KeyboardInterrupt anywhere in the thread, ends the engine:

@@ -40,7 +40,7 @@ class StepLoop:
         return self.scheduler.has_work()
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which the next step waits for more requests, or None.
+        """Return the time (engine's clock) until which the next step waits for more requests; None if it does not wait.
 
         While no request runs, a step waits up to schedule_window seconds for min_schedule_batch requests.
         """

@@ -56,7 +56,7 @@ class Access:
             raise ApiError(415, f"the Content-Type is {kind[:100]!r}; send application/json", code="not_json")
 
     def _check_names(self, request: Request) -> None:
-        """Raise ApiError 403 if the Host or Origin shows that the request is from a foreign page in a local browser."""
+        """Raise ApiError 403 if the Host or Origin shows that a foreign web page sent the request."""
         if not self.loopback or "*" in self.allowed_hosts:
             return
         for header, prefix in (("host", "//"), ("origin", "")):
@@ -105,7 +105,7 @@ def are_loopback(listeners: Collection[socket.socket]) -> bool:
 
 
 def _has_key(request: Request, *keys: str | None) -> bool:
-    """Return True if the request has one of the keys. Each comparison takes constant time, which reveals no key."""
+    """Return True if the request has one of the keys. The comparison takes constant time, to reveal no key."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     key = given.strip(" \t").encode("latin-1")  # headers are bytes decoded as Latin-1
     matches = [hmac.compare_digest(key, known.encode()) for known in keys if known is not None]

@@ -93,7 +93,7 @@ class ConnectionPool:
 class Connection(HttpToolsProtocol):
     """HTTP/1.1 connection that bounds the time and the cost of each part of a request.
 
-    httptools parses in C, so small chunks cost little; the limits on heads and chunks are here.
+    httptools parses in C, so small chunks cost little. This class adds limits on the headers and the chunks.
     """
 
     def __init__(self, pool: ConnectionPool, **given: Any) -> None:

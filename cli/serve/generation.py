@@ -1,4 +1,4 @@
-"""Generation: the run of one HTTP request on the engine, with a whole answer or server-sent events."""
+"""Generation: the run of one HTTP request on the engine, answered as a whole or as server-sent events."""
 
 from __future__ import annotations
 

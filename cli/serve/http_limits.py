@@ -72,7 +72,7 @@ class HttpLimits:
             check_range(name, getattr(self, name), getattr(self, name) > 0, "a duration above 0")
 
     def connections(self) -> int:
-        """Return how many connections may be open. If they need it, raise the process's limit of open files first.
+        """Return the maximum number of open connections. If needed, raise the process's limit of open files first.
 
         Raises ConfigError if `max_connections` does not fit the limit of open files.
         """

@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
         self.exit_code = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on these listening sockets. Raises PortInUseError, after stopping the engine, if one cannot listen."""
+        """Serve on these listening sockets. If serving fails, stop the engine before the error is raised."""
         asyncio.get_running_loop().set_exception_handler(self._pool.on_loop_error)
         try:
             await super().serve(sockets)
@@ -141,13 +141,8 @@ class Server(uvicorn.Server):
             raise
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        assert sockets
-        try:
-            await super().startup(sockets)
-        except OSError as error:
-            host, port, *_ = sockets[0].getsockname()
-            raise _in_use(host, port, error) from error
-        for listener in sockets:
+        await super().startup(sockets)
+        for listener in sockets or ():
             listener.listen(_BACKLOG)  # uvicorn has set it to _ACCEPT_BATCH
         self._on_ready()
 

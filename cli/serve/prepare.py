@@ -43,7 +43,7 @@ class Preparer:
         self._defaults = dict(engine.model.sampling_defaults)
 
     def completion(self, request: CompletionRequest) -> Iterator[PreparedPrompt]:
-        """Yield the prompts of a completion, each tokenised when its turn comes.
+        """Yield the prompts of a completion. Each is tokenised when the iterator reaches it.
 
         Raises RequestError for a bad parameter, or for the first prompt that cannot be served.
         """
@@ -116,7 +116,7 @@ class Preparer:
     ) -> SamplingParams:
         """Return the sampling parameters. Omitted fields come from generation_config.json, else the API's defaults.
 
-        A default of max_tokens is cut to the room that the prompt leaves, and a default of min_tokens to max_tokens.
+        A default of max_tokens is cut to the rest of the context, and a default of min_tokens to max_tokens.
         """
         fields = {"max_tokens": default_max_tokens, **self._defaults, **request.sampling_fields(), **extra}
         if (most := request.most_tokens) is None:

@@ -297,7 +297,7 @@ class PrefixRequest(ModelRequest):
 
 
 def parse(schema: type[R], body: bytes, max_choices: int = MAX_CHOICES, max_values: int = MAX_VALUES) -> R:
-    """Return the request in `body`. Raises RequestError with the field, its value and what is allowed."""
+    """Parse the request in `body`. Raises RequestError with the field, its value and the allowed values."""
     _check_size(body, max_values)
     try:
         fields = from_json(body)
@@ -338,7 +338,8 @@ def _check_size(body: bytes, most: int) -> None:
 def _request_error(error: ValidationError) -> RequestError:
     """Return the error of the first bad field.
 
-    If the field is a union (text or list), the most deeply nested error is from the member that the client meant.
+    For a union (text or list), pydantic reports an error for each member. The client meant the member whose error is
+    the most deeply nested.
     """
     details = error.errors(include_url=False)
     first = details[0]["loc"][:1]

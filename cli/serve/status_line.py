@@ -20,7 +20,7 @@ Buckets = dict[float, float]
 
 
 async def log_status(engine: AsyncEngine, interval_s: float) -> None:
-    """Log a line every `interval_s` seconds, unless the engine computed nothing in that time. Never returns."""
+    """Log a line every `interval_s` seconds if the engine computed something in that time. Never returns."""
     meter = StatusMeter(engine)
     while True:
         await asyncio.sleep(interval_s)

@@ -166,7 +166,7 @@ class TorchExecutor:
         lengths = [(num_tokens + row) // num_rows for row in range(num_rows)]
         before, work = 0, "warming up"
         if self.device.type == "cuda":
-            work = "compiling kernels and measuring memory"
+            work = "compiling kernels"
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
