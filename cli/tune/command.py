@@ -12,7 +12,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
-from llmsched.cli.options.flags import ModelArgument, resolve_model, simulate_option, typed
+from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model, simulate_option
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.slo_flags import with_slo_options
 from llmsched.cli.output_files import check_file, writing
@@ -24,7 +24,7 @@ from llmsched.cli.tune.trial_runs import Goal
 from llmsched.cli.tune.tune_json import as_json, make_profile
 from llmsched.cli.tune.tune_report import page, say_profile, show
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
-from llmsched.cli.values import duration, server_url
+from llmsched.cli.values import server_url
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
@@ -66,12 +66,9 @@ def tune(
     ] = None,
     time_limit: Annotated[
         float,
-        typer.Option(
-            "--time-limit",
-            parser=typed(duration),
-            metavar="DURATION",
+        duration_option(
+            "Time for the search, after the model has been loaded. A run that is not complete by then is dropped.",
             show_default="3min",
-            help="Time for the search, after the model has been loaded. A run that is not complete by then is dropped.",
         ),
     ] = 180.0,
     min_num_batched_tokens: Annotated[

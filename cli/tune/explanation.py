@@ -88,7 +88,7 @@ def rate_in_words(trial: Trial, goal: Goal) -> str:
 
 def _rank(best: Trial, good: Sequence[Trial], history: TrialHistory, settings: Sequence[Setting]) -> str:
     table = history.ranking()
-    rivals = [trial.setting for trial in good if trial.longest == best.longest]
+    rivals = [trial.setting for trial in good if trial.longest_run == best.longest_run]
     ahead = max(rivals, key=lambda setting: table.share(setting, best.setting))
     if ahead != best.setting:
         noise = f"{table.noise(ahead, best.setting):.0%}"

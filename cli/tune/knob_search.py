@@ -64,8 +64,8 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
     if race.disturbed_rounds:
         notes.append(f"short rounds repeated because the machine's speed changed: {race.disturbed_rounds}")
     best = best_trial(history)
-    if best is not None and best.longest < race.full:
-        notes.append(f"the choice rests on short runs: the first {best.longest:,} of {race.full:,} requests")
+    if best is not None and best.longest_run < race.full:
+        notes.append(f"the choice rests on short runs: the first {best.longest_run:,} of {race.full:,} requests")
     if race.out_of_time:
         notes.append("the time limit ended the search early: longer runs or more repeats may change the choice")
     return notes

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
@@ -79,12 +78,6 @@ def distance(one: Setting, other: Setting) -> tuple[int, float]:
     return others, abs(math.log2(one.max_num_batched_tokens / other.max_num_batched_tokens))
 
 
-def neighbours(setting: Setting, knob: str, values: list[Any]) -> list[Setting]:
-    """Return `setting`, then a copy of it for each other value of `knob` in `values`."""
-    others = [replace(setting, **{knob: value}) for value in values]
-    return [setting, *(other for other in others if other != setting)]
-
-
 def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
     """Return `setting`, then copies with other values of max_num_seqs, largest first.
 
@@ -94,7 +87,8 @@ def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setti
     capped = demand.running >= setting.max_num_seqs
     highest = most if capped else demand.running - 1
     powers = [1 << power for power in range(highest.bit_length()) if demand.running // 8 <= 1 << power <= highest]
-    return neighbours(setting, "max_num_seqs", sorted({*powers, *([most] if capped else [])}, reverse=True))
+    values = sorted({*powers, *([most] if capped else [])}, reverse=True)
+    return _first(setting, (replace(setting, max_num_seqs=value) for value in values))
 
 
 def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list[Setting]:
@@ -103,7 +97,7 @@ def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list
     It was scarce if the engine preempted a request or used more blocks than SCARCE allows.
     """
     scarce = demand.preempted or demand.kv_share > SCARCE * (1 - setting.headroom)
-    return neighbours(setting, "headroom", [share for share in HEADROOMS if share <= most] if scarce else [])
+    return _first(setting, (replace(setting, headroom=share) for share in HEADROOMS if scarce and share <= most))
 
 
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
@@ -118,8 +112,11 @@ def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
     targets = [target for target in targets if allowed["low"] <= target <= allowed["high"]]
     budgets = sorted({setting.max_num_batched_tokens, largest})
     aimed = [replace(setting, max_num_batched_tokens=tokens, target_itl=itl) for itl in targets for tokens in budgets]
-    aimed.append(replace(setting, target_itl=None))
-    return [setting, *(other for other in aimed if other != setting)]
+    return _first(setting, [*aimed, replace(setting, target_itl=None)])
+
+
+def _first(setting: Setting, others: Iterable[Setting]) -> list[Setting]:
+    return [setting, *(other for other in others if other != setting)]
 
 
 def varied_knobs(settings: Sequence[Setting]) -> list[str]:

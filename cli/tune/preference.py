@@ -16,8 +16,8 @@ MARGIN_TOLERANCE = 0.1
 def contenders(history: TrialHistory) -> dict[Setting, Trial]:
     """Return the feasible trials with the longest runs. A setting with only shorter runs has left the race."""
     feasible = [trial for trial in history.trials() if trial.feasible]
-    longest = max((trial.longest for trial in feasible), default=0)
-    return {trial.setting: trial for trial in feasible if trial.longest == longest}
+    longest = max((trial.longest_run for trial in feasible), default=0)
+    return {trial.setting: trial for trial in feasible if trial.longest_run == longest}
 
 
 def best_trial(history: TrialHistory) -> Trial | None:
@@ -67,5 +67,5 @@ def missed_trials(history: TrialHistory) -> list[Trial]:
 def nearest_miss(history: TrialHistory) -> Trial | None:
     """Return the trial with the smallest `miss` among the longest runs that missed an SLO, if there is one."""
     missed = missed_trials(history)
-    longest = max((trial.longest for trial in missed), default=0)
-    return next((trial for trial in missed if trial.longest == longest), None)
+    longest = max((trial.longest_run for trial in missed), default=0)
+    return next((trial for trial in missed if trial.longest_run == longest), None)

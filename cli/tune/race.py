@@ -30,9 +30,9 @@ DISTURBED = 0.15
 FOR_SHORT_RUNS = 0.6
 #: After a short round, one in HALVING settings stays in the race.
 HALVING = 2
-#: At most MOST_CONTENDERS settings get full runs. Their scores are at most the share REACH below the best score.
+#: At most MOST_FINALISTS settings get full runs. Their scores are at most the share REACH below the best score.
 REACH = 0.08
-MOST_CONTENDERS = 3
+MOST_FINALISTS = 3
 
 
 class OutOfTimeError(Exception):
@@ -124,12 +124,12 @@ class Race:
 
     async def final(self) -> None:
         """Give the best settings full runs until the winner is clear, each has `repeats` full runs, or time is up."""
-        while contenders := self._contenders():
-            fewest = min(sum(run.requests == self.full for run in self.history.runs[each]) for each in contenders)
-            clear = fewest > 0 and self.history.ranking().settled(contenders)
-            if clear or fewest >= self._repeats or not self._in_time(contenders, self.full):
+        while finalists := self._finalists():
+            fewest = min(sum(run.requests == self.full for run in self.history.runs[each]) for each in finalists)
+            clear = fewest > 0 and self.history.ranking().settled(finalists)
+            if clear or fewest >= self._repeats or not self._in_time(finalists, self.full):
                 break
-            await self._round("the best in full", contenders, self.full)
+            await self._round("the best in full", finalists, self.full)
 
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
         """Run one setting of the last round again. If its score has changed, forget the round and return True.
@@ -206,8 +206,7 @@ class Race:
         """Return the better half of the settings that meet the SLOs or, if none does, the two nearest misses."""
         good = self._good(settings)
         if not good:
-            missed = [trial for s in settings if (trial := self.history.trial(s)).completed and not trial.failed]
-            return [trial.setting for trial in sorted(missed, key=lambda trial: trial.miss)[:2]]
+            return [trial.setting for trial in missed_trials(self.history) if trial.setting in settings][:2]
         table = self.history.ranking()
         if table.settled(good) and all(self.history.trial(setting).feasible for setting in good):
             return [table.best(good)]
@@ -216,27 +215,27 @@ class Race:
         ahead += table.ranked([setting for setting in good if self.history.trial(setting).feasible])[:1]
         return [setting for setting in good if setting in ahead]
 
-    def _contenders(self) -> list[Setting]:
+    def _finalists(self) -> list[Setting]:
         """Return the settings to run in full, in order of preference: those whose scores are close to the best.
 
-        If none meets the SLOs, return the nearest miss, unless this setting or MOST_CONTENDERS others had a full run.
+        If none meets the SLOs, return the nearest miss, unless this setting or MOST_FINALISTS others had a full run.
         """
         measured = self.history.worked()
         good = self._good(measured)
         if not good:
-            in_full = sum(self.history.trial(setting).longest == self.full for setting in measured)
-            nearest = missed_trials(self.history)[: 1 if in_full < MOST_CONTENDERS else 0]
-            return [trial.setting for trial in nearest if trial.longest < self.full]
+            in_full = sum(self.history.trial(setting).longest_run == self.full for setting in measured)
+            nearest = missed_trials(self.history)[: 1 if in_full < MOST_FINALISTS else 0]
+            return [trial.setting for trial in nearest if trial.longest_run < self.full]
         table = self.history.ranking()
         ranked = table.ranked(good)
         near = [setting for setting in ranked if table.share(setting, ranked[0]) >= 1 - REACH]
-        return [setting for setting in good if setting in near[:MOST_CONTENDERS]]
+        return [setting for setting in good if setting in near[:MOST_FINALISTS]]
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
         """Return the settings that work and meet the SLOs. Short runs may exceed an SLO by the factor SLACK."""
         good = []
         for trial in map(self.history.trial, settings):
-            short = trial.completed and not trial.failed and trial.longest < self.full
+            short = trial.completed and not trial.failed and trial.longest_run < self.full
             if trial.feasible or (short and trial.miss <= SLACK):
                 good.append(trial.setting)
         return good

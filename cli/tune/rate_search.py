@@ -123,8 +123,8 @@ class RateSearch:
         if rate is None or self.rates.light or not able:
             best = best_trial(self.history)
             return best.setting if best else self.default if compared is not None else None
-        longest = max(trial.longest for trial in able.values())
-        self.finder.trials |= {(t.setting, rate): t for t in self.history.trials() if t.longest == longest}
+        longest = max(trial.longest_run for trial in able.values())
+        self.finder.trials |= {(t.setting, rate): t for t in self.history.trials() if t.longest_run == longest}
         most = _CLIMBERS if self.guess is None else _MEASURED_CLIMBERS
         climbers = sorted(able, key=lambda setting: able[setting].miss)[:most]
         if self.default in able and self.default not in climbers:

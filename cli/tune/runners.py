@@ -6,9 +6,10 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +34,7 @@ from llmsched.engine.goodput import Slo
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.progress import Progress, silent
-from llmsched.engine.simulated_engine import Blueprint, SimulatedEngine
+from llmsched.engine.simulated_engine import SimulatedEngine
 
 if TYPE_CHECKING:
     from llmsched.engine.core import Engine
@@ -145,72 +146,58 @@ class EngineRunner(TrialRunner):
         cost = None if self._watch is None else self._watch.cost()
         if self._engine is None or self._engine.core.plan is None or cost is None:
             return {}
+        plan = self._engine.core.plan
         config = replace(self._engine.core.config, swap_space=0, preemption_mode="recompute")
-        plan, work = self._engine.core.plan, self._work.at_rate(rate, requests)
+        new_kv = partial(make_kv, config, plan.num_blocks, layout=plan.layout)
+        runner = SimulatedRunner(lambda: SimulatedEngine(config, new_kv(), cost), self._work, self.deadline)
         runs: dict[Setting, TrialRun] = {}
         with suppress(OutOfTimeError):
             for setting in settings:
-                kv = make_kv(config, plan.num_blocks, layout=plan.layout)
-                engine = SimulatedEngine(config, kv, cost)
-                runs[setting] = simulated_run(engine, setting, requests, work, deadline=self.deadline)
+                runs[setting] = runner.simulate(setting, requests, 0, rate)
         return runs
 
 
 class SimulatedRunner(TrialRunner):
     """TrialRunner on a virtual clock. It predicts nothing, because a run is already a simulation.
 
-    Every round sends the same prompts, so a full run has the figures of `bench --simulate`. A run raises OutOfTimeError
-    at `deadline`, a time of time.monotonic.
+    Each run gets a new engine from `make_engine`. Every round sends the same prompts, so a full run has the figures of
+    `bench --simulate`. A run raises OutOfTimeError if it is not complete at `deadline`, a time of time.monotonic.
     """
 
-    deadline = math.inf
-
-    def __init__(self, blueprint: Blueprint, work: TrialLoad) -> None:
-        self._blueprint = blueprint
+    def __init__(self, make_engine: Callable[[], SimulatedEngine], work: TrialLoad, deadline: float = math.inf) -> None:
+        self.deadline = deadline
+        self._make_engine = make_engine
         self._work = work
 
     async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        engine, work = self._blueprint.engine(), self._work.at_rate(rate, requests)
-        return simulated_run(engine, setting, requests, work, round_index, self.deadline)
+        return self.simulate(setting, requests, round_index, rate)
 
+    def simulate(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+        """Do the same as `run`. Raises ConfigError if the engine's memory was planned for a smaller setting."""
+        start, work, engine = time.perf_counter(), self._work.at_rate(rate, requests), self._make_engine()
+        engine.reconfigure(**asdict(setting))
+        meter, peak_running = KVMeter(), 0
 
-def simulated_run(
-    engine: SimulatedEngine,
-    setting: Setting,
-    requests: int,
-    work: TrialLoad,
-    round_index: int = 0,
-    deadline: float = math.inf,
-) -> TrialRun:
-    """Simulate the first `requests` requests of the load with a setting. `engine` must not have run before.
+        def note_step(usage: KVUsage) -> None:
+            nonlocal peak_running
+            if time.monotonic() >= self.deadline:
+                raise OutOfTimeError
+            meter(usage)
+            peak_running = max(peak_running, len(engine.scheduler.running))
 
-    Raises ConfigError if the setting is above the limits for which the engine's memory was planned, and OutOfTimeError
-    if the simulation is not complete at `deadline`, a time of time.monotonic.
-    """
-    start = time.perf_counter()
-    engine.reconfigure(**asdict(setting))
-    meter, peak_running = KVMeter(), 0
-
-    def note_step(usage: KVUsage) -> None:
-        nonlocal peak_running
-        if time.monotonic() >= deadline:
-            raise OutOfTimeError
-        meter(usage)
-        peak_running = max(peak_running, len(engine.scheduler.running))
-
-    engine.on_step = note_step
-    planned, stop_after = plan_first(work.load, requests, work.ids, work.encode)
-    clients = SimulatedClients(
-        planned,
-        engine,
-        closed=work.load.closed,
-        max_concurrency=work.load.max_concurrency,
-        timeout=work.timeout,
-        stop_after=stop_after,
-    )
-    run = RunRecord(clients.run(), engine.scheduler.counters.num_preemptions, meter=meter)
-    figures = measure(run, work.load, work.slo)
-    return run_of(setting, round_index, requests, figures, peak_running, time.perf_counter() - start)
+        engine.on_step = note_step
+        planned, stop_after = plan_first(work.load, requests, work.ids, work.encode)
+        clients = SimulatedClients(
+            planned,
+            engine,
+            closed=work.load.closed,
+            max_concurrency=work.load.max_concurrency,
+            timeout=work.timeout,
+            stop_after=stop_after,
+        )
+        run = RunRecord(clients.run(), engine.scheduler.counters.num_preemptions, meter=meter)
+        figures = measure(run, work.load, work.slo)
+        return run_of(setting, round_index, requests, figures, peak_running, time.perf_counter() - start)
 
 
 def others_cpu(this: psutil.Process) -> float:

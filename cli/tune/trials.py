@@ -1,4 +1,4 @@
-"""Trials: the pooled runs of each setting, which show whether the setting is feasible and which setting is best."""
+"""Trials: results of settings, each pooled from the runs of one setting and judged by the SLOs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llmsched.engine.units import three_figures
 class Trial:
     """Results of one setting, pooled over its longest runs (those with the most requests).
 
-    `p99` maps each name in FIGURES to the P99 in seconds. Rates exclude the ramp-up and are means over the
-    runs. `spread` is half the range of the token rates, divided by their mean. `held` maps the name of each SLO to the
-    figure in seconds that is compared with the SLO. `attainment` maps the name of each SLO, and "all", to the share of
+    `p99` maps each name in FIGURES to the P99 in seconds. Rates exclude the ramp-up and are means over the runs.
+    `spread` is half the range of the token rates, divided by their mean. `held` maps the name of each SLO to the figure
+    in seconds that is compared with the SLO. `attainment` maps the name of each SLO, and "all", to the share of
     requests that met it. `miss` is the largest ratio of a figure to its SLO, or 0. `rounds` counts all runs of the
-    setting. `longest` is the number of requests in a longest run. `reason` says why the setting is infeasible or, if
-    `skipped`, why it was not measured.
+    setting. `longest_run` is the number of requests in the longest run. `reason` says why the setting is infeasible or,
+    if `skipped`, why it was not measured.
     """
 
     setting: Setting
@@ -34,7 +34,7 @@ class Trial:
     completed: int
     failed: int
     rounds: int
-    longest: int
+    longest_run: int
     miss: float
     reason: str | None
     skipped: bool = False
@@ -74,7 +74,7 @@ def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
         completed=sum(run.completed for run in runs),
         failed=sum(run.failed for run in runs),
         rounds=rounds,
-        longest=longest,
+        longest_run=longest,
         # Every figure misses an SLO of 0; the floor keeps those misses comparable.
         miss=max((figure / max(limits[name], 1e-9) for name, figure in held.items()), default=0.0),
         reason=broken or ", ".join(missed) or None,

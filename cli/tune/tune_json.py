@@ -20,6 +20,10 @@ from llmsched.engine.latency_definitions import DEFINITIONS
 from llmsched.profiles.toml_files import Scalar
 from llmsched.profiles.tuned import TunedProfile
 
+_RATE_KEYS = ("output_tokens_per_s", "requests_per_s", "goodput_rps")
+_STATE_KEYS = ("spread", "completed", "failed", "rounds", "longest_run", "feasible", "skipped", "reason")
+_TRIAL_KEYS = (*_RATE_KEYS, "attainment", *_STATE_KEYS)
+
 
 def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
     """Return the report as a JSON object. The key names give the units. Unknown figures are null."""
@@ -89,18 +93,8 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
     return {
         **asdict(trial.setting),
         **{f"p99_{name}_ms": None if seconds is None else seconds * 1e3 for name, seconds in p99s.items()},
-        "output_tokens_per_s": trial.output_tokens_per_s,
-        "requests_per_s": trial.requests_per_s,
-        "goodput_rps": trial.goodput_rps,
+        **{name: getattr(trial, name) for name in _TRIAL_KEYS},
         "attainment": dict(trial.attainment) or None,
-        "spread": trial.spread,
-        "completed": trial.completed,
-        "failed": trial.failed,
-        "rounds": trial.rounds,
-        "longest_run": trial.longest,
-        "feasible": trial.feasible,
-        "skipped": trial.skipped,
-        "reason": trial.reason,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -155,7 +155,7 @@ async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> Tun
         TrialHistory(task.slo, task.goal, _default(task, config), exact=True),
     )
     load = TrialLoad(task.load, task.slo, task.timeout, encode=TextEncode(task.model, render.warn))
-    await _search(outcome, config, refused, SimulatedRunner(blueprint, load), progress)
+    await _search(outcome, config, refused, SimulatedRunner(blueprint.engine, load), progress)
     return outcome
 
 
@@ -291,13 +291,11 @@ def _identity(outcome: TuneOutcome, budgets: Sequence[int]) -> dict[str, Any]:
         "cost of steps": [origin.where, origin.calibration_error, origin.published_error],
         "load": f"{task.load.describe_requests()}, {task.load.describe()}, seed {task.load.seed}",
         "fingerprint of the load": task.load.parameters()["fingerprint"],
-        "timeout": task.timeout,
-        "SLOs": {f.name: getattr(task.slo, f.name) for f in fields(task.slo)},
-        "goal": task.goal,
+        "SLOs": asdict(task.slo),
+        "token budgets": budgets,
         "rate": task.judged_by,
-        "knobs": list(task.knobs),
-        "token budgets": list(budgets),
         "number of rounds": task.rounds,
+        **{name: getattr(task, name) for name in ("timeout", "goal", "knobs")},
         "engine settings": {name: str(value) for name, value in sorted(task.options.given.items())},
         "version": version("llmsched"),
     }

@@ -158,7 +158,7 @@ async def duel(runner: EngineRunner, task: GridTask, chosen: Setting, best: Sett
 
 async def compare_simulated(blueprint: Blueprint, task: GridTask, grid: TrialHistory) -> None:
     """Print the choice made on a virtual clock, and what that choice gave when it was measured."""
-    runner, best = SimulatedRunner(blueprint, task.asked), best_trial(grid)
+    runner, best = SimulatedRunner(blueprint.engine, task.asked), best_trial(grid)
     simulated, seconds = await measure(runner, task, GRID, 1, 100)
     found, tune_seconds = await tune(runner, task)
     show_grid(grid, simulated)

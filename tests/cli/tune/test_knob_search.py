@@ -240,7 +240,7 @@ def test_a_setting_that_misses_the_slo_in_full_is_replaced_by_the_next() -> None
     best = best_trial(history)
     assert best is not None
     assert best.setting.max_num_batched_tokens == 256
-    assert best.longest == FULL
+    assert best.longest_run == FULL
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from command_line import CommandLine, Outcome
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.simulated_target import simulate_run
-from llmsched.cli.tune import runners
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.runners import SimulatedRunner, TrialLoad, simulated_run
+from llmsched.cli.tune.runners import SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo
@@ -40,7 +39,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     config = EngineConfig(str(CONFIG), max_num_batched_tokens=1024)
     blueprint = gpu_blueprint(open_planner(str(CONFIG)), config, "h100")
     setting = Setting(256, 16)
-    run = simulated_run(blueprint.engine(), setting, 40, TrialLoad(LOAD, SLO, 60.0))
+    run = SimulatedRunner(blueprint.engine, TrialLoad(LOAD, SLO, 60.0)).simulate(setting, 40, 0)
     figures = measure(simulate_run(blueprint, LOAD, max_num_batched_tokens=256, max_num_seqs=16), LOAD, SLO)
     assert run.completed == figures.requests.completed == 40
     assert run.tokens_per_s == figures.rates.output_tokens_steady
@@ -50,10 +49,10 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
     assert 1 < run.demand.running <= 16
     assert 0 < run.demand.kv_share < 1
     assert not run.demand.preempted
-    short = simulated_run(blueprint.engine(), setting, 10, TrialLoad(LOAD, SLO, 60.0))
+    short = SimulatedRunner(blueprint.engine, TrialLoad(LOAD, SLO, 60.0)).simulate(setting, 10, 0)
     assert short.completed == 10
 
-    runner = SimulatedRunner(blueprint, TrialLoad(LOAD, SLO, 60.0))
+    runner = SimulatedRunner(blueprint.engine, TrialLoad(LOAD, SLO, 60.0))
     again = asyncio.run(runner.run(setting, 40, 0))
     assert again.samples == run.samples
     assert asyncio.run(runner.run(setting, 40, 1)).samples == run.samples
@@ -63,7 +62,7 @@ def test_a_whole_run_is_what_bench_simulates() -> None:
 def test_requests_that_end_in_their_first_step_count_as_demand() -> None:
     blueprint = gpu_blueprint(open_planner(str(CONFIG)), EngineConfig(str(CONFIG)), "h100")
     load = SyntheticLoad(num_prompts=8, input_len=16, output_len=1, max_concurrency=4)
-    demand = simulated_run(blueprint.engine(), Setting(256, 16), 8, TrialLoad(load, SLO, 60.0)).demand
+    demand = SimulatedRunner(blueprint.engine, TrialLoad(load, SLO, 60.0)).simulate(Setting(256, 16), 8, 0).demand
     assert demand is not None
     assert demand.running == 4
     assert demand.kv_share > 0
@@ -133,7 +132,7 @@ def test_a_search_is_not_resumed_with_another_engines_step_times(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners, "simulated_run", interrupted)
+        patch.setattr(SimulatedRunner, "simulate", interrupted)
         assert tune("--output", "one", *FEW).code == 130
     outcome = tune("--output", "one", "--resume", "--simulate", "h100:vllm", *FEW)
     assert outcome.code == 2

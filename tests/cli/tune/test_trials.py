@@ -261,7 +261,7 @@ def test_a_setting_is_judged_by_its_longest_runs() -> None:
         history.add(run)
     trial = history.trial(A)
     assert (trial.p99["itl"], trial.output_tokens_per_s, trial.completed) == (0.5, 10.0, 32)
-    assert (trial.rounds, trial.longest) == (2, 32)
+    assert (trial.rounds, trial.longest_run) == (2, 32)
     assert [missed.setting for missed in missed_trials(history)] == [B, A]
     assert nearest_miss(history) == trial
 
