@@ -15,7 +15,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 class Efficiency:
     """Shares of a GPU's datasheet figures that an engine reaches (see engines.toml).
 
-    `error` is the median relative error of TPOT on published results that the fit did not use, or None without them.
+    `error` is the median relative error of TPOT on published results that the fit did not use; None if there are none.
     """
 
     matrix: float
@@ -31,7 +31,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Kind of engines, such as vLLM, with the fixed seconds of a step: per step, per layer and per sampled sequence.
+    """Kind of engines, such as vLLM: its fixed times in seconds per step, per layer and per sampled sequence.
 
     `shares` maps the key of a GPU, a GPU architecture or "default" to the Efficiency that applies there.
     """

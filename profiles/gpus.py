@@ -73,7 +73,7 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Return True if two device names are equal, or are the name in gpus.toml and the driver's name of one GPU."""
+    """Return True if two device names are equal, or if they are `name` and `driver_name` of one GPU."""
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
 
 

@@ -23,7 +23,10 @@ from llmsched.profiles.tuned import TunedProfile, device_changes, load_profile, 
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """Return the options, with settings from the profile for missing flags. Raises ConfigError for a bad profile."""
+    """Return the options, with the profile's settings for flags that were not given. Flags set to "auto" stay unset.
+
+    If `name_or_path` is None, return the options unchanged. Raises ConfigError for a bad profile.
+    """
     if name_or_path is None:
         return options
     settings = profile_settings(name_or_path)
@@ -52,8 +55,8 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
 def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
     """Return warnings if the profile was tuned for another model or device, or in a simulation.
 
-    `config` has the model and device to be used. `simulate` is the value of `--simulate`; None means that the engine
-    runs on this machine, and only then is there a warning about a simulation. A property that the profile lacks counts
+    `config` has the model and device to be used. `simulate` is the value of `--simulate`, or None for a real engine.
+    Only for a real engine is there a warning that the profile was simulated. A property that the profile lacks counts
     as equal. Raises ConfigError or ModelError if the profile or the model cannot be read.
     """
     profile = _load(name_or_path)

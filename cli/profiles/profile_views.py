@@ -21,7 +21,7 @@ _FIGURES = ("goodput_rps", "output_tokens_per_s", "p99_itl_ms", "p99_ttft_ms", "
 
 
 def list_entries() -> list[dict[str, Any]]:
-    """Return a JSON object for each file of profile_dir(), ordered by name, tuned profiles first.
+    """Return a JSON object for each tuned profile and then for each calibration, both in the order of their names.
 
     `summary` is a text: the settings of a tuned profile, or the error of a calibrated cost model. If a file cannot be
     read, `problem` says why, and the values from the file are None.

@@ -33,7 +33,7 @@ from llmsched.profiles.toml_files import ProfileError, check_writable
 from llmsched.profiles.tuned import profile_path, save_profile
 
 _ROUNDS = 3
-#: Knobs that their flag fixes. The flag of any other knob sets the largest value tried.
+#: Knobs that are not searched if their flag is given. The flag of any other knob sets the largest value tried.
 _FIXED = frozenset({"headroom", "target_itl"})
 _MOST_TOKENS = EngineConfig.knob_rule("max_num_batched_tokens")["high"]
 
@@ -124,17 +124,18 @@ def tune(
 ) -> None:
     """Find the settings that meet your latency targets at the highest request rate.
 
-    A load that the server carries easily cannot tell settings apart. So the command first finds the default's knee, the
-    highest rate at which it meets the targets, and compares the settings there: powers of two for
+    Under a load that the server carries easily, all settings look alike. So the command first finds the default's knee,
+    the highest rate at which the default meets the targets, and compares the settings there: powers of two for
     max_num_batched_tokens, then max_num_seqs, headroom and target_itl in turn, from the best setting so far. Every
-    setting gets a short run, the better half a longer one, the leaders full ones. Then the rate rises until the last
-    setting misses a target. If the given load (by default 4 requests at a time) is past the default's knee, or with
-    --rate given, the settings are compared under the given load, by --maximize. Among equal settings the larger margin
-    to the targets wins, then the default, which stays if the load or the time does not suffice to beat it.
+    setting gets a short run, the better half gets a longer one, and the leaders get full runs. Then the rate rises
+    until the last setting misses a target. If the given load (by default 4 requests at a time) is past the default's
+    knee, or with --rate given, the settings are compared under the given load by the rate that --maximize names. Among
+    equal settings, the one with the larger margin to the targets wins, then the default. The default also stays if the
+    load is too light or the time too short to find a better setting.
 
-    With --simulate, every setting gets one full run, with the figures of `bench --simulate`. The winner is saved as a
-    profile for `llmsched serve --profile`; without targets, only with --output or after a question on a terminal. The
-    exit code is 1 if no setting meets the targets.
+    With --simulate, every setting gets one full run, which gives the figures of `bench --simulate`. The winner is saved
+    as a profile for `llmsched serve --profile`; without targets, only with --output or after a question on a terminal.
+    The exit code is 1 if no setting meets the targets.
 
     \b
     Examples:

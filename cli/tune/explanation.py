@@ -1,4 +1,4 @@
-"""Explanation of a choice in words: why this setting, what it gains over the default, and how the load compares."""
+"""Explanation in words: why a setting was chosen, its gain over the default, and how the load compares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from llmsched.cli.tune.tuning import TuneOutcome
 
 
 def gain(outcome: TuneOutcome) -> float | None:
-    """Return the gain of the best setting over the default as a share: of the knee or, without knees, of the score."""
+    """Return the best setting's gain over the default, such as 0.1 for 10 %: in the knee or, without knees, the score.
+
+    Return None if no setting is feasible or the default has no score.
+    """
     history, rates, best = outcome.history, outcome.rates, best_trial(outcome.history)
     if best is None:
         return None
@@ -27,7 +30,7 @@ def gain(outcome: TuneOutcome) -> float | None:
 
 
 def conclusion(outcome: TuneOutcome) -> str:
-    """Return sentences that explain the choice, name the gain over the default, and place the given load."""
+    """Return sentences that explain the choice, name its gain over the default, and compare the load with its knee."""
     history, rates, best = outcome.history, outcome.rates, best_trial(outcome.history)
     if best is None:
         return explain(history)

@@ -1,7 +1,7 @@
 """Knees of settings: the highest request rate at which each setting still meets the SLOs.
 
-A load far below the knee cannot tell settings apart: all meet the SLOs and serve what is sent. Therefore tune compares
-settings at the knee of the default, and then raises the rate until the last of them misses an SLO.
+At a rate far below the knees, all settings meet the SLOs and look alike. Therefore tune compares settings at the knee
+of the default, and then raises the rate until every setting misses an SLO.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def meets(trial: Trial) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KneeBounds:
-    """Bounds of a setting's knee in requests per second: the highest rate met and the lowest missed (None: unknown)."""
+    """Bounds of a setting's knee in requests per second; None if unknown.
+
+    `met` is the highest rate at which the setting met the SLOs, and `missed` the lowest at which it missed one.
+    """
 
     met: float | None = None
     missed: float | None = None
@@ -46,9 +49,9 @@ class KneeBounds:
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """The default and the chosen setting at one request rate (None: the given load, which has no single rate).
+    """Results of the default and of the chosen setting at one request rate (None: a given load without a single rate).
 
-    `predicted` figures come from a cost model.
+    `predicted` means that the results come from a cost model.
     """
 
     label: str
@@ -62,8 +65,9 @@ class RateRow:
 class RateReport:
     """Request rates of a search, in requests per second.
 
-    `given` is the rate of the given load (inf: all at once), `compared` the one at which the settings were compared
-    (None: the given load as it is). `light` means that the default meets the SLOs even if all requests come at once.
+    `given` is the rate of the given load (inf: all requests at once). `compared` is the rate at which the settings were
+    compared (None: under the given load). `light` means that the default meets the SLOs even if all requests come at
+    once.
     """
 
     given: float | None = None
@@ -124,11 +128,11 @@ class KneeFinder:
         return known
 
     async def climb(self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0) -> list[Setting]:
-        """Change the rate until none of the settings meets the SLOs; return those that met them at the highest rate.
+        """Find the highest rate at which any of the settings meets the SLOs, and return the settings that do.
 
-        The search starts at the rate `start`. `factor` is the first step between rates. A setting that misses an SLO at
-        a rate that another meets is not run at higher rates. The result is empty if no setting meets the SLOs even at
-        `low`, or if time was up before.
+        The first rate is `start`, and the next is higher or lower by `factor`. If some settings meet the SLOs at a rate
+        and others do not, the others drop out. The result is empty if no setting meets the SLOs even at the rate `low`,
+        or if time was up before.
         """
         alive, best = list(settings), list[Setting]()
 
@@ -149,7 +153,7 @@ class KneeFinder:
         return best
 
     def bounds(self, setting: Setting) -> KneeBounds:
-        """Return what the runs so far say of a setting's knee."""
+        """Return the bounds of a setting's knee that follow from the runs so far."""
         met = {rate: meets(one) for (each, rate), one in self.trials.items() if each == setting and rate is not None}
         missed = min((rate for rate, is_met in met.items() if not is_met), default=None)
         known = [rate for rate, is_met in met.items() if is_met and (missed is None or rate < missed)]
@@ -166,9 +170,9 @@ def scalable(load: Load) -> bool:
 
 
 def given_rate(load: Load, served: Trial) -> float | None:
-    """Return the mean request rate of a load; inf if all requests are sent at once, None if it has no single rate.
+    """Return the mean request rate of a load; inf if all requests are sent at once, None without a single rate.
 
-    The rate of a closed loop is that of `served`, which ran under it.
+    For a closed loop, return the rate of `served`, the default's result under this load.
     """
     if not scalable(load):
         return None

@@ -30,7 +30,7 @@ class SearchSpace:
 
 
 async def search(space: SearchSpace, race: Race) -> list[str]:
-    """Vary one knob after the other and race the resulting settings. Add all runs to `race.history`.
+    """Vary one knob after the other, and compare the resulting settings in a race. Add all runs to `race.history`.
 
     Return notes for the user: which knobs were not searched, and how reliable the choice is.
     """
@@ -72,9 +72,9 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 
 
 async def _look_around(space: SearchSpace, race: Race) -> None:
-    """Race the leader's token budget against the next smaller and larger ones until the leader stays the same.
+    """Run the leading setting with the next smaller and larger token budgets, until the leader stays the same.
 
-    The first race of token budgets used the start values of the other knobs. Since then these have changed.
+    The first comparison of token budgets used the start values of the other knobs, which have changed since.
     """
     leader = leading_trial(race.history)
     if leader is None or "max_num_batched_tokens" not in space.knobs:
@@ -92,7 +92,7 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
 
 
 def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
-    """Return the settings to race for a knob, starting with the best so far, or the reason to skip the knob."""
+    """Return the settings to compare for a knob, starting with the best so far, or the reason to skip the knob."""
     incumbent = leading_trial(history)
     known = [run.demand for run in history.all_runs if run.demand is not None]
     if incumbent is None or not known:

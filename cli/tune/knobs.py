@@ -37,7 +37,10 @@ KNOBS = tuple(f.name for f in fields(Setting))
 
 @dataclass(frozen=True, slots=True)
 class PeakDemand:
-    """Peak demand of a run: the most requests in one step and the largest share (0 to 1) of KV blocks in use."""
+    """Peak demand of a run: the most requests in one step and the largest share (0 to 1) of KV blocks in use.
+
+    `preempted` is True if the engine preempted a request.
+    """
 
     running: int
     kv_share: float
@@ -45,7 +48,7 @@ class PeakDemand:
 
 
 def parse_knobs(text: str) -> tuple[str, ...]:
-    """Return the listed knobs in the order of KNOBS. Raises LlmschedError for an unknown name or an empty list."""
+    """Return the knobs listed in `text`, in the order of KNOBS. Raises LlmschedError for an unknown or missing name."""
     given = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     if unknown := [name for name in given if name not in KNOBS]:
         raise LlmschedError(f"--knobs: {unknown[0]!r} is not a knob; choose from {', '.join(KNOBS)}")
@@ -73,7 +76,7 @@ def largest_useful(concurrency: int, input_len: int) -> int:
 
 
 def distance(one: Setting, other: Setting) -> tuple[int, float]:
-    """Return how far two settings differ: in how many other knobs, and in how many doublings of the token budget."""
+    """Return the number of knobs other than the token budget that differ, and the doublings between the budgets."""
     others = sum(getattr(one, knob) != getattr(other, knob) for knob in KNOBS[1:])
     return others, abs(math.log2(one.max_num_batched_tokens / other.max_num_batched_tokens))
 

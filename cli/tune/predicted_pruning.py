@@ -1,7 +1,7 @@
 """Pruning of settings that a cost model predicts to be far worse than the best setting.
 
-The settings measured so far show the mean error of predictions, which is corrected. A setting is pruned only if it is
-worse by a margin, which grows with the largest remaining error.
+The settings measured so far show the mean error of the predictions, and all predictions are corrected by it. A setting
+is pruned only if it is worse by a margin, which grows with the largest error that remains.
 """
 
 from __future__ import annotations

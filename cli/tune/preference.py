@@ -21,7 +21,7 @@ def contenders(history: TrialHistory) -> dict[Setting, Trial]:
 
 
 def best_trial(history: TrialHistory) -> Trial | None:
-    """Return the trial of the chosen setting, else the `preferred` one of the contenders with the highest score.
+    """Return the trial of `history.chosen` or, if that is None, the `preferred` of the contenders with the best score.
 
     Scores that differ by no more than the noise count as equal. Return None if no setting is feasible.
     """

@@ -36,7 +36,7 @@ MOST_FINALISTS = 3
 
 
 class OutOfTimeError(Exception):
-    """The time limit of the search ended a run before it was complete."""
+    """Error for a run that the time limit of the search ended before it was complete."""
 
 
 class TrialRunner(Protocol):
@@ -70,7 +70,7 @@ async def attempt(
 
 
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
-    """Return the possible lengths of a round in requests, ascending, from 2 x `concurrency` to outlast the ramp-up."""
+    """Return the possible lengths of a round in requests, ascending. Each is long enough to outlast the ramp-up."""
     least = min(requests, 2 * concurrency)
     return tuple(sorted({max(least, math.ceil(share * requests)) for share in RUNGS}))
 
@@ -79,7 +79,7 @@ class Race:
     """Race of settings over several rounds. Every run is added to `history`.
 
     `lengths` are the possible lengths of a round in requests, ascending. The best settings run at the last length up to
-    `repeats` times, or once if runs are exact. The load is sent at `rate` (None: as it is). After the first round, a
+    `repeats` times, or once if `history.exact`. The load is sent at `rate` (None: as it is). After the first round, a
     round starts only if it is expected to end within `time_limit` seconds.
     """
 
@@ -105,7 +105,7 @@ class Race:
         self._pace: dict[Setting, float] = {}
 
     async def qualify(self, stage: str, settings: Sequence[Setting], *, prune: bool = True) -> None:
-        """Run the settings, in order of preference, in short rounds and keep the better half of each round.
+        """Run the settings in short rounds. After each round, the better half stays in the race.
 
         With `prune`, settings that a cost model predicts to be far worse are skipped.
         """
@@ -123,7 +123,7 @@ class Race:
             alive = self._survivors(alive)
 
     async def final(self) -> None:
-        """Give the best settings full runs until the winner is clear, each has `repeats` full runs, or time is up."""
+        """Give the best settings full runs until the winner is clear, each has had `repeats` runs, or time is up."""
         while finalists := self._finalists():
             fewest = min(sum(run.requests == self.full for run in self.history.runs[each]) for each in finalists)
             clear = fewest > 0 and self.history.ranking().settled(finalists)
@@ -216,7 +216,7 @@ class Race:
         return [setting for setting in good if setting in ahead]
 
     def _finalists(self) -> list[Setting]:
-        """Return the settings to run in full, in order of preference: those whose scores are close to the best.
+        """Return the settings to run in full: those whose scores are close to the best.
 
         If none meets the SLOs, return the nearest miss, unless this setting or MOST_FINALISTS others had a full run.
         """

@@ -22,9 +22,9 @@ JudgedBy = Literal["knee", "given"]
 
 #: Rates at which the default and the choice are compared, as multiples of the knee or of the given rate.
 MULTIPLES: Mapping[str, Sequence[float]] = {"knee": (0.5, 0.8, 1.0, 1.2), "given": (1.5, 2.0)}
-#: Settings that are run at rates above the default's knee, if simulated and if measured.
+#: Most settings that run at rates above the default's knee, in a simulation and measured.
 _CLIMBERS, _MEASURED_CLIMBERS = 8, 2
-#: First step of the rate above the default's knee, and around a predicted knee.
+#: Factor between the first two rates of a search above the default's knee, or around a predicted knee.
 _STEP = 1.25
 #: The default stays if, at a rate up to the knee, the choice has less than this share of the default's goodput.
 _LEAST_GOOD = 0.97
@@ -101,7 +101,7 @@ class RateSearch:
         return None if given is None or math.isinf(given) or self.load.closed else given
 
     async def _default_knee(self, served: Trial) -> float | None:
-        """Find the default's knee, and return it if it is above the given rate; otherwise None."""
+        """Find the default's knee. Return the knee if it is above the given rate, else None."""
         given, default = self.rates.given, self.default
         base, met = self._open_rate or served.requests_per_s, meets(served)
         if not base or (self.guess is not None and not met):
@@ -117,7 +117,10 @@ class RateSearch:
         return found.met if found.met and not self.rates.light and given is not None and found.met > given else None
 
     async def _climb(self, compared: float | None) -> Setting | None:
-        """Raise the rate until one setting is left; of equal ones, prefer the better margin, then the default."""
+        """Return the setting that meets the SLOs at the highest rate; of equal ones, the `preferred`.
+
+        If no higher rate can be tried, return the best setting of the runs so far.
+        """
         able = {setting: trial for setting, trial in contenders(self.history).items() if meets(trial)}
         rate = self._open_rate if compared is None else compared
         if rate is None or self.rates.light or not able:
@@ -139,7 +142,7 @@ class RateSearch:
         return preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top], self.default).setting
 
     async def _compare(self, best: Setting, name: JudgedBy, unit: float | None) -> None:
-        """Compare the default and the choice under the given load, and at MULTIPLES of the rate `unit`, if finite."""
+        """Compare the default and the choice under the given load and, if `unit` is finite, at MULTIPLES of it."""
         if self.rates.compared is None:
             done = [setting for setting in (self.default, best) if self.history.runs.get(setting)]
             self.finder.trials |= {(setting, None): self.history.trial(setting) for setting in done}
@@ -153,7 +156,7 @@ class RateSearch:
                 self.rates.rows.append(RateRow(label, rate or self.rates.given, pair[0], pair[1], source is self.guess))
 
     def _note_alike(self, best: Trial) -> None:
-        """Say so if the load does not tell the settings apart, so that the default stays."""
+        """Add a note if all settings are equal under this load, so that the default stays."""
         able = list(contenders(self.history))
         if best.setting == self.default and len(able) > 1 and self.history.ranking().level(able) == able:
             self.notes.append(

@@ -40,6 +40,8 @@ class ResumableRunner(TrialRunner):
     ) -> None:
         """Start the journal at `path` or, with `resume`, continue it. `about` identifies the search.
 
+        `deadline` is a time of the event loop's clock (None: no deadline).
+
         Raises LlmschedError if the journal belongs to another search, or if the file cannot be read or written.
         """
         self.path = path
@@ -55,7 +57,7 @@ class ResumableRunner(TrialRunner):
             self._write(_line({"about": about}), mode="w")
 
     async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        """Return the run of the journal or a new one. Raises OutOfTimeError if the time limit ends it."""
+        """Return the recorded run or, if there is none, a new one. Raises OutOfTimeError at `deadline`."""
         if known := self._runs[setting, requests, round_index, rate]:
             return known.popleft()
         try:

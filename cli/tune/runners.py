@@ -58,9 +58,10 @@ class TrialLoad(NamedTuple):
     encode: TextEncoder = WordEncoder(COMMON_IDS)
 
     def at_rate(self, rate: float | None, requests: int) -> TrialLoad:
-        """Return the same load at another rate (None: unchanged), synthetic loads with at least `requests` requests.
+        """Return the same load at `rate`, or this load if `rate` is None.
 
-        At a rate, a closed loop becomes an open one. Raises ConfigError for a load without a single rate.
+        A synthetic load with a number of requests gets at least `requests` of them. A closed loop becomes an open one.
+        Raises ConfigError for a load whose rate changes over time (`arrivals` "ramp").
         """
         if rate is None:
             return self
@@ -76,7 +77,7 @@ class EngineRunner(TrialRunner):
     """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it has failed.
 
     Every run starts with an empty prefix cache. All settings of a round get the same prompts. Each round has new
-    prompts. Predictions end at `deadline`, a time of time.monotonic.
+    prompts. `predict` stops at `deadline`, a time of time.monotonic.
     """
 
     deadline = math.inf

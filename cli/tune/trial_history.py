@@ -16,8 +16,8 @@ class TrialHistory:
     """Runs of a search by setting. The settings are in the order in which they were first considered.
 
     `default` is the setting that `serve` has without a profile. `exact` means that a repeated run has the same figures,
-    as on a virtual clock. `chosen` is the best setting if it was chosen by more than these runs. `skipped` has the
-    reasons why settings were not run.
+    as on a virtual clock. `chosen` is the setting that the search chose; None until it has ended. `skipped` maps
+    settings to the reasons why they were not run.
     """
 
     def __init__(self, slo: Slo, goal: Goal, default: Setting, *, exact: bool = False) -> None:

@@ -90,7 +90,7 @@ class TrialRun:
         return self.tokens_per_s * self.met["all"] / self.output_tokens
 
     def rate(self, goal: Goal) -> float | None:
-        """Return goodput or throughput, whichever is the goal; None if the setting does not work."""
+        """Return the rate that `goal` names; None if it is unknown or the setting does not work."""
         return None if self.problem else self.goodput_rps if goal == "goodput" else self.tokens_per_s
 
 

@@ -26,7 +26,7 @@ _BUDGET_AXIS = "max_num_batched_tokens, logarithmic"
 
 
 def show(outcome: TuneOutcome, *, definitions: bool) -> None:
-    """Print the report, with the definitions of its figures if they are wanted."""
+    """Print the report and, with `definitions`, the definitions of its figures."""
     report_content.show(_content(outcome), definitions=definitions)
 
 
@@ -126,7 +126,7 @@ def _cell(value: float | None, factor: float, digits: int = 1) -> str:
 
 
 def _rate_tables(outcome: TuneOutcome) -> list[Table]:
-    """Return the table of the default against the best setting by request rate, if they were compared."""
+    """Return a table that compares the default with the best setting at each rate; empty if none was compared."""
     slo, best, rows = outcome.task.slo, best_trial(outcome.history), outcome.rates.rows
     if best is None or not rows:
         return []

@@ -45,12 +45,12 @@ _FULL_RUNS, _ALL_RUNS = 10, 25
 
 #: Largest token budget tried by default, by kind of device; larger steps only take longer.
 _LARGEST = {"cpu": 1024, "cuda": 8192}
-#: Seconds that a simulated run at a request rate may last on its own clock. A measured one may last the time limit
+#: Seconds that a simulated run at a request rate may last on its virtual clock. A measured one may last the time limit
 #: divided by the number of such runs that a search needs.
 _LONGEST_SIMULATED, _RUNS_AT_RATES = 30.0, 12
 #: A run is disturbed if other processes used more than this share of the machine's CPU time.
 _BUSY_SHARE = 0.15
-#: Waiting requests allowed, for loads that are made longer.
+#: Smallest max_queue_size of the engine, because a search may send more requests than the given load has.
 _QUEUE = 100_000
 
 Target = TypeVar("Target")
