@@ -170,6 +170,15 @@ class Fields:
         return self.get("intermediate_size", default=4 * self.get("hidden_size", default=0))
 
 
+@contextmanager
+def size_errors() -> Iterator[None]:
+    """Raise ModelError if arithmetic in the `with` block fails because a config value has a wrong type."""
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
+        raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read a config.json. `path` is the file or its directory. Raises ModelError if the file cannot be read."""
     return read_json_object(path / "config.json" if path.is_dir() else path)
@@ -189,6 +198,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+@size_errors()
 def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None = None) -> Fields:
     """Return the language model's settings from a transformers config or from the content of a config.json.
 
@@ -196,11 +206,6 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache
     multimodal model's sizes are those of the nested text config. Raises ModelError for an encoder-decoder, and for a
     config that transformers rejects.
     """
-    with size_errors():
-        return _read_fields(config, cache)
-
-
-def _read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None) -> Fields:
     if not isinstance(config, Mapping):
         return Fields(standardise(_class_values(config)), True, config, cache)
     _refuse_encoder_decoder(config)
@@ -245,15 +250,6 @@ def _read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCach
 def _quotient(values: Mapping[str, Any]) -> int | None:
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
-
-
-@contextmanager
-def size_errors() -> Iterator[None]:
-    """Raise ModelError if arithmetic in the `with` block fails because a config value has a wrong type."""
-    try:
-        yield
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
-        raise ModelError(f"config has a value that cannot be a size ({one_line(problem)})") from problem
 
 
 def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -87,7 +87,6 @@ _DEEPSEEK = DecoderParts(experts="moe_intermediate_size")
 _GPT = _biased(True, gated_mlp=False, norm_vectors=2)
 
 _GPT2 = replace(_GPT, positions=True)
-_GPT2_NEEDS = frozenset(("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _family(_LLAMA, _GROUPED),
@@ -184,13 +183,9 @@ FAMILIES: Mapping[str, Family] = {
         _biased("use_bias", gated_mlp=False, norm_vectors=2), f"{_GROUPED} use_bias", tie_word_embeddings=True
     ),
     "gpt_neox": _family(_GPT, "intermediate_size"),
-    "gpt2": Family(_GPT2, _GPT2_NEEDS, {"tie_word_embeddings": True}),
-    "gpt_bigcode": Family(_GPT2, _GPT2_NEEDS | {"multi_query"}, {"tie_word_embeddings": True}),
-    "opt": _family(
-        replace(_GPT, positions=True),
-        "ffn_dim word_embed_proj_dim do_layer_norm_before",
-        tie_word_embeddings=True,
-    ),
+    "gpt2": _family(_GPT2, "", tie_word_embeddings=True),
+    "gpt_bigcode": _family(_GPT2, "multi_query", tie_word_embeddings=True),
+    "opt": _family(_GPT2, "ffn_dim word_embed_proj_dim do_layer_norm_before", tie_word_embeddings=True),
     "falcon": _family(
         _biased("bias", gated_mlp=False, norms=1, norm_vectors=2),
         "multi_query new_decoder_architecture parallel_attn bias alibi",

@@ -68,6 +68,7 @@ class ModelFlops:
     window: int | None
 
 
+@size_errors()
 def model_flops(
     config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, cache: ConfigCache | None = None
 ) -> ModelFlops:
@@ -78,39 +79,38 @@ def model_flops(
     in 16 bits. Raises ModelError if the parameters cannot be counted, or if the config lacks a size or has an invalid
     one.
     """
-    with size_errors():
-        fields = read_fields(config, cache)
-        modules, _ = modules_of(fields)
-        parameters = add_up(modules.values())
-        hidden, vocab = fields.get("hidden_size"), fields.get("vocab_size")
-        if not parameters.total or not hidden or not vocab:
-            named = fields.model_type or "a model without model_type"
-            raise ModelError(f"{named} cannot be simulated: its parameters cannot be counted from its config")
-        reader = LayerReader(fields, dtype_bytes)
-        geometry = reader.geometry()
-        layers = len(reader.layer_names())
-        vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
-        count, chosen = (fields.get("num_experts"), fields.get("num_experts_per_tok")) if parameters.experts else (0, 0)
-        if parameters.experts and (chosen is None or not 1 <= int(chosen) <= int(count)):
-            raise ModelError(f"config sends a token to {chosen} of {int(count)} experts; it must be 1 to {int(count)}")
-        form = quantization_of(fields) or Quantization("none")
-        sizes = stored_bytes(modules, form, dtype_bytes)
-        return ModelFlops(
-            layers=layers,
-            dense=Matrices(parameters.linear, sizes.linear + sizes.other, form.arithmetic),
-            experts=Matrices(parameters.experts, sizes.experts, form.arithmetic),
-            num_experts=int(count),
-            experts_per_token=int(chosen),
-            head=Matrices(hidden * vocab, hidden * vocab * dtype_bytes, "bf16"),
-            vector_bytes=layers * vectors * dtype_bytes,
-            state_bytes=2.0 * geometry.state_bytes_per_seq,
-            attention=tuple(
-                _attention(group, fields, reader, kv_dtype_bytes or dtype_bytes)
-                for group in geometry.groups
-                if group.kind != "state"
-            ),
-            window=geometry.window,
-        )
+    fields = read_fields(config, cache)
+    modules, _ = modules_of(fields)
+    parameters = add_up(modules.values())
+    hidden, vocab = fields.get("hidden_size"), fields.get("vocab_size")
+    if not parameters.total or not hidden or not vocab:
+        named = fields.model_type or "a model without model_type"
+        raise ModelError(f"{named} cannot be simulated: its parameters cannot be counted from its config")
+    reader = LayerReader(fields, dtype_bytes)
+    geometry = reader.geometry()
+    layers = len(reader.layer_names())
+    vectors = _HIDDEN_VECTORS * hidden + _INNER_VECTORS * inner_size(fields)
+    count, chosen = (fields.get("num_experts"), fields.get("num_experts_per_tok")) if parameters.experts else (0, 0)
+    if parameters.experts and (chosen is None or not 1 <= int(chosen) <= int(count)):
+        raise ModelError(f"config sends a token to {chosen} of {int(count)} experts; it must be 1 to {int(count)}")
+    form = quantization_of(fields) or Quantization("none")
+    sizes = stored_bytes(modules, form, dtype_bytes)
+    return ModelFlops(
+        layers=layers,
+        dense=Matrices(parameters.linear, sizes.linear + sizes.other, form.arithmetic),
+        experts=Matrices(parameters.experts, sizes.experts, form.arithmetic),
+        num_experts=int(count),
+        experts_per_token=int(chosen),
+        head=Matrices(hidden * vocab, hidden * vocab * dtype_bytes, "bf16"),
+        vector_bytes=layers * vectors * dtype_bytes,
+        state_bytes=2.0 * geometry.state_bytes_per_seq,
+        attention=tuple(
+            _attention(group, fields, reader, kv_dtype_bytes or dtype_bytes)
+            for group in geometry.groups
+            if group.kind != "state"
+        ),
+        window=geometry.window,
+    )
 
 
 def _attention(group: LayerGroup, fields: Fields, reader: LayerReader, kv_bytes: int) -> Attention:

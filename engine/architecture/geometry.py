@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,7 +77,8 @@ class LayerGroup:
     - "state": recurrent state of `state_bytes` bytes per sequence, and nothing per token.
 
     In "mla" layers, this engine caches whole keys and values instead of latent vectors. Their size per token and layer
-    is `expanded` = heads x (key width + value width) numbers. `expanded` is 0 for the other kinds.
+    is `expanded` = heads x (key width + value width) numbers. `expanded` is 0 for the other kinds. `index_dim` is the
+    width of the key that sparse attention (DeepSeek-V3.2) caches for each token besides the latent vector.
     """
 
     kind: LayerKind
@@ -212,38 +213,39 @@ class LayerReader:
             raise ModelError(
                 f"config has no layers (num_hidden_layers is {layers!r}): it does not describe a language model"
             )
-        if interval := fields.get("full_attention_interval"):
-            return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
-        if cycle := fields.get("block_types"):
-            return [cycle[layer % len(cycle)] for layer in range(layers)]
-        if attention_at := fields.get("attn_layer_indices", "full_attn_idxs"):
+        cycle = self._cycle(layers)
+        return [cycle[layer % len(cycle)] for layer in range(layers)]
+
+    def _cycle(self, layers: int) -> Sequence[str]:
+        """Return the types of the first layers of a config that does not list them. All layers repeat these types."""
+        fields, get = self.fields, self.fields.get
+        if interval := get("full_attention_interval"):
+            return [*["linear_attention"] * (interval - 1), "full_attention"]
+        if cycle := get("block_types"):
+            return [str(name) for name in cycle]
+        if attention_at := get("attn_layer_indices", "full_attn_idxs"):
             return ["attention" if layer in attention_at else "mamba" for layer in range(layers)]
-        if period := fields.get("attn_layer_period"):
-            offset = fields.get("attn_layer_offset", default=0)
-            return ["attention" if layer % period == offset else "mamba" for layer in range(layers)]
+        if period := get("attn_layer_period"):
+            offset = get("attn_layer_offset", default=0)
+            return ["attention" if layer == offset else "mamba" for layer in range(period)]
         if "rwkv" in fields.model_type:
             raise ModelError(f"{fields.model_type} is a recurrent model whose state is not known: it cannot be planned")
         if fields.model_type == "falcon_h1":
-            return ["hybrid"] * layers
-        return self._attention_names(layers)
-
-    def _attention_names(self, layers: int) -> list[str]:
-        """Return the type of each layer, full or sliding-window attention, for a config that does not list types."""
-        fields = self.fields
-        window = fields.get("attention_window_size", "sliding_window")
-        used, first = fields.get("use_sliding_window"), fields.get("max_window_layers")
+            return ["hybrid"]
+        window = get("attention_window_size", "sliding_window")
+        used, first = get("use_sliding_window"), get("max_window_layers")
         if not window or used is False:
-            return ["full_attention"] * layers
+            return ["full_attention"]
         if used and isinstance(first, int):
             return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-        if pattern := fields.get("sliding_window_pattern"):
+        if pattern := get("sliding_window_pattern"):
             if not isinstance(pattern, int):
                 raise ModelError(f"config has sliding_window_pattern {pattern!r}; it must be a number of layers")
-            return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+            return [*["sliding_attention"] * (pattern - 1), "full_attention"]
         if fields.model_type in _WINDOW_EVERYWHERE:
-            return ["sliding_attention"] * layers
+            return ["sliding_attention"]
         self.assumed.append(f"sliding_window {window} without layer_types: all layers are counted as full attention")
-        return ["full_attention"] * layers
+        return ["full_attention"]
 
     def kinds(self, name: str) -> tuple[LayerKind, ...]:
         """Return the kinds of KV memory that a layer of the type `name` needs. The tuple is empty for an MLP layer."""

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from llmsched.engine.architecture.config_fields import Fields
 from llmsched.engine.architecture.families import FAMILIES, DecoderParts, Switch
 from llmsched.engine.architecture.geometry import LayerReader
-from llmsched.engine.architecture.recurrent import DeltaNetSizes, Mamba2Sizes
+from llmsched.engine.architecture.recurrent import recurrent_sizes
+from llmsched.engine.errors import ModelError
 
 
 class Parameters(NamedTuple):
@@ -102,8 +103,7 @@ class _Counter:
         missing = (name == "no_op") + (self._mlp_size(layer) == 0)
         yield module, self._norms(self.parts.norms - missing)
         if name in ("linear_attention", "mamba"):
-            mixer = f"{module}.{'mixer' if alone else 'linear_attn'}"
-            yield from self._mamba2(mixer) if self.config.get("mamba_num_heads") else self._delta_net(mixer)
+            yield from self._recurrent(f"{module}.{'mixer' if alone else 'linear_attn'}")
         elif name == "linear_map":
             yield from _matrices(f"{module}.self_attn", linear_attn=self.hidden**2)
         elif name not in ("moe", "mlp", "no_op"):
@@ -158,21 +158,19 @@ class _Counter:
         biases = (narrow or 0) + latent + rope + self.hidden if get("attention_bias") else 0
         yield module, Parameters(other=latent + (narrow or 0) + biases)
 
-    def _delta_net(self, module: str) -> Iterator[_Module]:
-        """Count a gated delta net: projections, two numbers per value head, a short convolution and a norm."""
-        sizes = DeltaNetSizes.of(self.config)
-        heads, value = sizes.value_heads, sizes.value_width
-        inputs = self.hidden * (sizes.channels + value + 2 * heads)
-        yield from _matrices(module, in_proj=inputs, out_proj=value * self.hidden)
-        yield module, Parameters(other=sizes.channels * sizes.kernel + 2 * heads + value // heads)
-
-    def _mamba2(self, module: str) -> Iterator[_Module]:
-        """Count a Mamba-2 mixer: two projections, a convolution over x, B and C, three numbers per head and a norm."""
-        sizes = Mamba2Sizes.of(self.config)
-        inputs = self.hidden * (sizes.width + sizes.channels + sizes.heads)
-        yield from _matrices(module, in_proj=inputs, out_proj=self.hidden * sizes.width)
-        taps = sizes.kernel + (1 if self.config.get("use_conv_bias") else 0)
-        yield module, Parameters(other=sizes.channels * taps + 3 * sizes.heads + sizes.width)
+    def _recurrent(self, module: str) -> Iterator[_Module]:
+        """Count a gated delta net or a Mamba-2 mixer: two projections, a convolution, numbers per head and a norm."""
+        if (sizes := recurrent_sizes(self.config)) is None or not sizes.heads:
+            raise ModelError("config has recurrent layers of a kind whose weights cannot be counted")
+        width, heads, taps = sizes.width, sizes.heads, sizes.kernel
+        if self.config.get("linear_num_value_heads"):
+            projected, small = 2 * heads, 2 * heads + width // heads
+        else:
+            projected, small = heads, 3 * heads + width
+            taps += 1 if self.config.get("use_conv_bias") else 0
+        inputs = self.hidden * (sizes.channels + width + projected)
+        yield from _matrices(module, in_proj=inputs, out_proj=width * self.hidden)
+        yield module, Parameters(other=sizes.channels * taps + small)
 
     def _mlps(self, module: str, layer: int, name: str) -> Iterator[_Module]:
         """Count the dense MLP, or the experts with their router."""

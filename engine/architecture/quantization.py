@@ -6,7 +6,7 @@ A checkpoint describes it in config.json (quantization_config) or beside it in h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,9 @@ QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
 #: matrix or row, or fp8 with one scale for each block, which is slower.
 Arithmetic = Literal["bf16", "fp8", "fp8_block"]
 
+
+#: Values of quant_method that `_schemes` reads.
+_METHODS = ("mxfp4", "fp8", "fbgemm-fp8", "awq", "gptq", "bitsandbytes", "modelopt", "compressed-tensors")
 
 #: Names of quantization_config in config.json.
 _SETTINGS = ("quantization_config", "compression_config")
@@ -102,13 +105,12 @@ def quantization_of(fields: Fields) -> Quantization | None:
 
     Raises ModelError if the config describes the format in another form than that of its quant_method.
     """
-    settings = fields.get("quantization_config")
+    settings = settings_of({"quantization_config": fields.get("quantization_config")})
     if not settings:
         return None
-    settings = settings if isinstance(settings, Mapping) else {"quant_method": str(settings)}
     method = method_of(settings)
     try:
-        schemes = [*_FORMATS[method](settings)] if method in _FORMATS else []
+        schemes = [*_schemes(method, settings)]
         overrides: list[tuple[re.Pattern[str], Bits]] = [(_module_pattern(name), None) for name in _ignored(settings)]
     except (AttributeError, TypeError, ValueError) as problem:
         raise ModelError(f"quantization_config is not in the form of {method} ({problem})") from problem
@@ -144,7 +146,7 @@ def method_of(settings: Mapping[str, Any]) -> str:
     """Return the quant_method of a quantization_config. If it has none, infer the method from its other settings."""
     if method := settings.get("quant_method"):
         name = str(method).lower().replace("_", "-")
-        return next((known for known in _FORMATS if name == known or name.startswith(f"{known}-")), name)
+        return next((known for known in _METHODS if name == known or name.startswith(f"{known}-")), name)
     signs = {
         "quant_algo": "modelopt",
         "quantized_layers": "modelopt",
@@ -203,41 +205,41 @@ class _Scheme:
     pattern: re.Pattern[str] | None = None
 
 
-def _mxfp4(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the scheme of MXFP4, which only experts use: 4 bits, and one 8-bit exponent per 32 weights."""
-    yield _Scheme(4.25)
-
-
-def _fp8(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the scheme of FP8: 8 bits, with one float32 scale per block if there are blocks."""
-    rows, columns = settings.get("weight_block_size") or (0, 0)
-    yield _Scheme(8 + (32 / (rows * columns) if rows else 0), fp8=True)
-
-
-def _grouped(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the schemes of AWQ and GPTQ, which store a scale and a zero point per group of weights."""
-    yield _Scheme(_grouped_bits(settings.get("bits"), settings.get("group_size"), zero_point=True))
-    for name, changes in (settings.get("dynamic") or {}).items():
-        merged = {**settings, **changes}
-        bits = _grouped_bits(merged.get("bits"), merged.get("group_size"), zero_point=True)
-        yield _Scheme(None if name.startswith("-") else bits, pattern=_compiled(re.sub("^[-+]:", "", name)))
-
-
-def _bitsandbytes(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the scheme of bitsandbytes: 8 bits; or 4 bits and a maximum (32 or 8 bits) per 64 weights."""
-    double = settings.get("bnb_4bit_use_double_quant")
-    yield _Scheme(8 if settings.get("load_in_8bit") else 4 + (8 / 64 if double else 32 / 64))
-
-
-def _modelopt(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the schemes of NVIDIA ModelOpt: one for each of the `quantized_layers` or, without these, one for all."""
-    layers = settings.get("quantized_layers") or {}
-    for name, own in layers.items():
-        yield _algorithm(own.get("quant_algo"), own.get("group_size"), _module_pattern(name))
-    yield _algorithm(None if layers else settings.get("quant_algo"), settings.get("group_size"))
+def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[_Scheme]:
+    """Yield the schemes that the settings of a quant_method describe; none if the method is unknown."""
+    get = settings.get
+    match method:
+        case "mxfp4":  # one 8-bit exponent per 32 weights
+            yield _Scheme(4.25)
+        case "fp8" | "fbgemm-fp8":  # one float32 scale per block, if there are blocks
+            rows, columns = get("weight_block_size") or (0, 0)
+            yield _Scheme(8 + (32 / (rows * columns) if rows else 0), fp8=True)
+        case "bitsandbytes":  # 8 bits; or 4 bits and a maximum (32 or 8 bits) per 64 weights
+            yield _Scheme(8 if get("load_in_8bit") else 4 + (8 / 64 if get("bnb_4bit_use_double_quant") else 32 / 64))
+        case "awq" | "gptq":
+            bits, size = get("bits"), get("group_size")
+            yield _Scheme(_grouped_bits(bits, size, zero_point=True))
+            for name, own in (get("dynamic") or {}).items():
+                changed = _grouped_bits(own.get("bits", bits), own.get("group_size", size), zero_point=True)
+                yield _Scheme(None if name.startswith("-") else changed, pattern=_compiled(re.sub("^[-+]:", "", name)))
+        case "modelopt":  # a scheme for each of the quantized_layers or, without these, one for all modules
+            layers = get("quantized_layers") or {}
+            for name, own in layers.items():
+                yield _algorithm(own.get("quant_algo"), own.get("group_size"), _module_pattern(name))
+            yield _algorithm(None if layers else get("quant_algo"), get("group_size"))
+        case "compressed-tensors":  # groups of modules with settings for weights and activations
+            for group in (get("config_groups") or {}).values():
+                weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
+                number, size = weights.get("num_bits"), weights.get("group_size")
+                scale_bits = 8 if number == 4 and weights.get("type") == "float" else 16
+                bits = _grouped_bits(number, size, not weights.get("symmetric", True), scale_bits)
+                for target in group.get("targets") or ["Linear"]:
+                    pattern = None if target == "Linear" else _module_pattern(target)
+                    yield _Scheme(bits, activations.get("num_bits") == 8, pattern)
 
 
 def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) -> _Scheme:
+    """Return the scheme of a quant_algo of NVIDIA ModelOpt."""
     algorithm = str(name).upper()
     if re.search("W4A16|W4A8_AWQ|INT4", algorithm):
         return _Scheme(_grouped_bits(4, group or 128, zero_point=False), pattern=pattern)
@@ -249,32 +251,10 @@ def _bits_named(name: str) -> Bits:
     return next((bits for sign, bits in _NAMED_BITS.items() if sign in name.upper()), None)
 
 
-def _compressed_tensors(settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the schemes of llm-compressor, which has groups of modules with settings for weights and activations."""
-    for group in (settings.get("config_groups") or {}).values():
-        weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
-        number, size = weights.get("num_bits"), weights.get("group_size")
-        short = number == 4 and weights.get("type") == "float"  # 8-bit scales
-        bits = _grouped_bits(number, size, not weights.get("symmetric", True), scale_bits=8 if short else 16)
-        fp8 = activations.get("num_bits") == 8
-        for target in group.get("targets") or ["Linear"]:
-            yield _Scheme(bits, fp8, None if target == "Linear" else _module_pattern(target))
-
-
 #: Bits per weight of named formats. The first name that a format's name contains counts.
 _NAMED_BITS = {
     **{"NVFP4": 4.5, "FP4": 4.25, "MXFP8": 8.25, "FP8_PB": 8 + 32 / 128**2, "FP8": 8.0},
     **{"INT8": 8.0, "W8": 8.0, "INT4": 4.125},
-}
-_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[_Scheme]]] = {
-    "mxfp4": _mxfp4,
-    "fp8": _fp8,
-    "fbgemm-fp8": _fp8,
-    "awq": _grouped,
-    "gptq": _grouped,
-    "bitsandbytes": _bitsandbytes,
-    "modelopt": _modelopt,
-    "compressed-tensors": _compressed_tensors,
 }
 #: Settings that list the modules that are not quantised.
 _IGNORING = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")

@@ -1,4 +1,4 @@
-"""Size of the state that a recurrent layer keeps for each sequence."""
+"""Sizes of recurrent layers, and the size of the state that a layer keeps for each sequence."""
 
 from __future__ import annotations
 
@@ -9,83 +9,50 @@ from llmsched.engine.architecture.config_fields import Fields
 _FLOAT32 = 4
 
 
-def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
-    """Return the bytes of one recurrent layer's state for one sequence; None for an unknown kind of layer.
+class RecurrentSizes(NamedTuple):
+    """Sizes of one recurrent layer.
 
-    The state includes the last kernel_size - 1 inputs of the short convolution, of `dtype_bytes` per number. The
-    recurrent state itself has the type that the config names, or else the architecture's default type.
-    """
-    get = fields.get
-    named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")))
-    if get("linear_num_value_heads"):  # one matrix of key_dim x value_dim per value head
-        delta = DeltaNetSizes.of(fields)
-        matrix = delta.value_width * delta.key_dim * (named or _FLOAT32)
-        return int(matrix + (delta.kernel - 1) * delta.channels * dtype_bytes)
-    if get("mamba_num_heads", "mamba_n_heads"):  # one matrix of head_dim x state_size per head
-        mamba = Mamba2Sizes.of(fields)
-        matrix = mamba.width * mamba.state * (named or dtype_bytes)
-        return int(matrix + (mamba.kernel - 1) * mamba.channels * dtype_bytes)
-    if get("mamba_d_state") and not get("n_mamba_heads"):  # Jamba's Mamba-1: state_size numbers per channel
-        width = get("mamba_intermediate_size") or get("mamba_expand", default=2) * get("hidden_size")
-        matrix = width * get("mamba_d_state") * (named or dtype_bytes)
-        return int(matrix + (get("mamba_d_conv") - 1) * width * dtype_bytes)
-    if get("conv_L_cache"):
-        return int(get("conv_L_cache") - 1) * int(get("hidden_size")) * dtype_bytes
-    if width := get("lru_width"):
-        return int(width) * (_FLOAT32 + (int(get("conv1d_width", default=4)) - 1) * dtype_bytes)
-    return None
-
-
-class DeltaNetSizes(NamedTuple):
-    """Sizes of a gated delta net (Qwen3-Next, Qwen3.5).
-
-    `key_width` and `value_width` are the widths of all heads together, and `kernel` is the size of the convolution.
-    """
-
-    key_width: int
-    value_width: int
-    value_heads: int
-    key_dim: int
-    kernel: int
-
-    @classmethod
-    def of(cls, fields: Fields) -> DeltaNetSizes:
-        """Read the sizes from a config."""
-        get, value_heads = fields.get, fields.get("linear_num_value_heads")
-        key_dim = get("linear_key_head_dim")
-        value_width = value_heads * get("linear_value_head_dim")
-        return cls(
-            get("linear_num_key_heads") * key_dim, value_width, value_heads, key_dim, get("linear_conv_kernel_dim")
-        )
-
-    @property
-    def channels(self) -> int:
-        """Number of channels of the convolution over q, k and v."""
-        return 2 * self.key_width + self.value_width
-
-
-class Mamba2Sizes(NamedTuple):
-    """Sizes of a Mamba-2 mixer (Nemotron-H, Bamba, Granite hybrid, Falcon-H1).
-
-    `width` is the width of x for all heads together. `state` is the size of the state per channel of x. `kernel` is the
-    size of the convolution.
+    `width` is the width of the output, of all `heads` together if the layer has heads. The recurrent state has `state`
+    numbers for each element of this width, by default in float32 if `float32` is True, else in the type of the model.
+    The layer also keeps the last `kernel` - 1 inputs of a short convolution over `channels` channels.
     """
 
     width: int
-    heads: int
     state: int
-    groups: int
+    channels: int
     kernel: int
+    heads: int = 0
+    float32: bool = False
 
-    @classmethod
-    def of(cls, fields: Fields) -> Mamba2Sizes:
-        """Read the sizes from a config."""
-        get, heads = fields.get, fields.get("mamba_num_heads", "mamba_n_heads")
-        width = heads * get("mamba_head_dim", "mamba_d_head")
-        state, groups = get("ssm_state_size", "mamba_d_state"), get("n_groups", "mamba_n_groups")
-        return cls(width, heads, state, groups, get("conv_kernel", "mamba_d_conv"))
 
-    @property
-    def channels(self) -> int:
-        """Number of channels of the convolution over x, B and C."""
-        return self.width + 2 * self.groups * self.state
+def recurrent_sizes(fields: Fields) -> RecurrentSizes | None:
+    """Read the sizes of a config's recurrent layers. Return None if they are of an unknown kind."""
+    get = fields.get
+    if heads := get("linear_num_value_heads"):  # gated delta net: a matrix of key_dim x value_dim per value head
+        key_dim, width = get("linear_key_head_dim"), heads * get("linear_value_head_dim")
+        channels = 2 * get("linear_num_key_heads") * key_dim + width  # the convolution is over q, k and v
+        return RecurrentSizes(width, key_dim, channels, get("linear_conv_kernel_dim"), heads, float32=True)
+    if heads := get("mamba_num_heads", "mamba_n_heads"):  # Mamba-2: a matrix of head_dim x state_size per head
+        width, state = heads * get("mamba_head_dim", "mamba_d_head"), get("ssm_state_size", "mamba_d_state")
+        channels = width + 2 * get("n_groups", "mamba_n_groups") * state  # the convolution is over x, B and C
+        return RecurrentSizes(width, state, channels, get("conv_kernel", "mamba_d_conv"), heads)
+    if get("mamba_d_state") and not get("n_mamba_heads"):  # Mamba-1 (Jamba): state_size numbers per channel
+        width = get("mamba_intermediate_size") or get("mamba_expand", default=2) * get("hidden_size")
+        return RecurrentSizes(width, get("mamba_d_state"), width, get("mamba_d_conv"))
+    if kernel := get("conv_L_cache"):  # short convolution alone (LFM2)
+        return RecurrentSizes(0, 0, get("hidden_size"), kernel)
+    if width := get("lru_width"):  # RecurrentGemma: one number per channel
+        return RecurrentSizes(width, 1, width, get("conv1d_width", default=4), float32=True)
+    return None
+
+
+def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
+    """Return the bytes of one recurrent layer's state for one sequence; None for an unknown kind of layer.
+
+    `dtype_bytes` is the bytes of one number in the type of the model.
+    """
+    named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(fields.get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")))
+    if (sizes := recurrent_sizes(fields)) is None:
+        return None
+    number = named or (_FLOAT32 if sizes.float32 else dtype_bytes)
+    return int(sizes.width * sizes.state * number + (sizes.kernel - 1) * sizes.channels * dtype_bytes)

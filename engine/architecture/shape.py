@@ -48,6 +48,7 @@ class ModelShape:
     exact: bool = True
 
 
+@size_errors()
 def model_shape(
     config: PretrainedConfig | Mapping[str, Any],
     *,
@@ -62,37 +63,36 @@ def model_shape(
     size, from the files in the directory `path` if possible. Raises ModelError if a size is missing or has the wrong
     type.
     """
-    with size_errors():
-        fields = read_fields(config, cache)
-        geometry = kv_geometry(fields, dtype_bytes)
-        weights = weights or model_weights(path, fields, dtype_bytes)
-        fields = fields.reread()
-        position, notes = max_position(fields)
-        hidden, vocab = fields.get("hidden_size"), fields.get("vocab_size")
-        if not hidden or not vocab:
-            notes += ("activations are not counted in full: the config lacks hidden_size or vocab_size",)
-        for name, size in (("hidden_size", hidden), ("vocab_size", vocab), ("max_position_embeddings", position)):
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-                raise ModelError(f"config has {name} {size!r}; it must be a whole number, 0 or more")
-        heads = LayerReader(fields).heads() if geometry.caches_kv else 0
-        quantization, inner = quantization_of(fields), inner_size(fields)
-        assumed = tuple(fields.assumed())
-        if fields.get("num_experts") and not fields.get("num_experts_per_tok"):
-            assumed += ("activations are not counted in full: the config does not state num_experts_per_tok",)
-        return ModelShape(
-            geometry=geometry,
-            weights=weights,
-            vocab_size=vocab or 0,
-            hidden_size=hidden or 0,
-            inner_size=inner,
-            max_position=position,
-            notes=notes + assumed,
-            heads=heads,
-            query_size=heads * max((group.head_dim_k for group in geometry.groups), default=0),
-            whole_scores=fields.model_type in ("gpt_oss", "bloom") or bool(fields.get("attn_logit_softcapping")),
-            fp8_kv=quantization is not None and quantization.fp8_kv,
-            exact=weights.exact and bool(vocab and hidden) and not assumed,
-        )
+    fields = read_fields(config, cache)
+    geometry = kv_geometry(fields, dtype_bytes)
+    weights = weights or model_weights(path, fields, dtype_bytes)
+    fields = fields.reread()
+    position, notes = max_position(fields)
+    hidden, vocab = fields.get("hidden_size"), fields.get("vocab_size")
+    if not hidden or not vocab:
+        notes += ("activations are not counted in full: the config lacks hidden_size or vocab_size",)
+    for name, size in (("hidden_size", hidden), ("vocab_size", vocab), ("max_position_embeddings", position)):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise ModelError(f"config has {name} {size!r}; it must be a whole number, 0 or more")
+    heads = LayerReader(fields).heads() if geometry.caches_kv else 0
+    quantization, inner = quantization_of(fields), inner_size(fields)
+    assumed = tuple(fields.assumed())
+    if fields.get("num_experts") and not fields.get("num_experts_per_tok"):
+        assumed += ("activations are not counted in full: the config does not state num_experts_per_tok",)
+    return ModelShape(
+        geometry=geometry,
+        weights=weights,
+        vocab_size=vocab or 0,
+        hidden_size=hidden or 0,
+        inner_size=inner,
+        max_position=position,
+        notes=notes + assumed,
+        heads=heads,
+        query_size=heads * max((group.head_dim_k for group in geometry.groups), default=0),
+        whole_scores=fields.model_type in ("gpt_oss", "bloom") or bool(fields.get("attn_logit_softcapping")),
+        fp8_kv=quantization is not None and quantization.fp8_kv,
+        exact=weights.exact and bool(vocab and hidden) and not assumed,
+    )
 
 
 def inner_size(fields: Fields) -> int:

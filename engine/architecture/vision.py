@@ -33,17 +33,13 @@ def can_be_built(config: Settings) -> bool:
     return described and str(config.get("model_type")) not in _ENCODERS
 
 
-def _layer_norm(size: int) -> int:
-    return 2 * size
-
-
 def _dense(rows: int, columns: int) -> int:
     return rows * columns + rows  # the matrix and its bias
 
 
 def _plain_block(hidden: int, inner: int) -> int:
     """Count a transformer block with two LayerNorms and biases on all projections."""
-    return 2 * _layer_norm(hidden) + 4 * _dense(hidden, hidden) + _dense(inner, hidden) + _dense(hidden, inner)
+    return 4 * hidden + 4 * _dense(hidden, hidden) + _dense(inner, hidden) + _dense(hidden, inner)
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
@@ -52,15 +48,15 @@ def _qwen3_vl(config: Settings, vision: Settings) -> int:
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
     merger = _merger(vision, hidden, out)
-    deep = merger + _layer_norm(hidden * vision["spatial_merge_size"] ** 2)
-    return int(embedded + blocks + merger + _layer_norm(hidden) + len(vision["deepstack_visual_indexes"]) * deep)
+    deep = merger + 2 * hidden * vision["spatial_merge_size"] ** 2
+    return int(embedded + blocks + merger + 2 * hidden + len(vision["deepstack_visual_indexes"]) * deep)
 
 
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
     """Count Qwen2-VL's encoder: plain blocks of width `embed_dim`, and one merger to `hidden_size`."""
     hidden, out = vision["embed_dim"], vision["hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, int(hidden * vision["mlp_ratio"]))
-    return int(_patches(vision, hidden) + blocks + _layer_norm(hidden) + _merger(vision, hidden, out))
+    return int(_patches(vision, hidden) + blocks + 2 * hidden + _merger(vision, hidden, out))
 
 
 def _qwen2_5_vl(config: Settings, vision: Settings) -> int:
@@ -101,7 +97,7 @@ def _gemma3(config: Settings, vision: Settings) -> int:
     patch = vision.get("num_channels", 3) * vision["patch_size"] ** 2
     positions = (vision["image_size"] // vision["patch_size"]) ** 2
     blocks = vision["num_hidden_layers"] * _plain_block(hidden, inner)
-    total = _dense(hidden, patch) + positions * hidden + blocks + _layer_norm(hidden)
+    total = _dense(hidden, patch) + positions * hidden + blocks + 2 * hidden
     return int(total + hidden * config["text_config"]["hidden_size"] + hidden)
 
 

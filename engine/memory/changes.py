@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES
+from llmsched.engine.architecture.quantization import settings_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError, setting
@@ -21,7 +22,7 @@ STEP_SIZES = tuple(1 << power for power in range(8, 15))
 _MIB = 1 << 20
 
 _NOT_SERVED = "llmsched serve does not run this yet, vLLM and SGLang do"
-#: What the fewest bits cost, and the settings for it, the most bits first.
+#: Changes to 8 or 4 bits per number, the most bits first: what they cost, and their settings.
 _FEWEST_BITS: tuple[tuple[str, dict[str, str]], ...] = (
     ("KV is rounded to 8 bits", {"kv_cache_dtype": "fp8"}),
     ("weights and KV are rounded to 8 bits", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
@@ -150,20 +151,19 @@ class _Search:
 
     def smaller_steps(self) -> list[Change]:
         """Return the change of max_num_batched_tokens to the largest power of two that suffices."""
-        for size in reversed([size for size in STEP_SIZES if size < self.plan.max_num_batched_tokens]):
-            if found := self._try("lower", "prompts take longer", max_num_batched_tokens=size):
-                return found
-        return []
+        sizes = [size for size in STEP_SIZES if size < self.plan.max_num_batched_tokens]
+        return self._largest("max_num_batched_tokens", sizes, "prompts take longer")
 
     def fewer_states(self) -> list[Change]:
         """Return the change of max_num_seqs to the largest power of two that suffices, if each sequence has state."""
-        if not self.plan.state_bytes_per_seq:
-            return []
-        for power in reversed(range((self.plan.max_num_seqs_limit - 1).bit_length())):
-            cost = "state is reserved for fewer requests"
-            if (1 << power) >= self.demand.users and (found := self._try("lower", cost, max_num_seqs=1 << power)):
-                return found
-        return []
+        powers = range((self.plan.max_num_seqs_limit - 1).bit_length() if self.plan.state_bytes_per_seq else 0)
+        counts = [1 << power for power in powers if 1 << power >= self.demand.users]
+        return self._largest("max_num_seqs", counts, "state is reserved for fewer requests")
+
+    def _largest(self, name: str, values: Sequence[Any], cost: str) -> list[Change]:
+        """Return the change of the setting `name` to the largest of `values` (ascending) that suffices."""
+        tried = (self._try("lower", cost, **{name: value}) for value in reversed(values))
+        return next(filter(None, tried), [])
 
     def narrower_types(self) -> list[Change]:
         """Return the changes that store weights and KV, or KV alone, in fewer bytes."""
@@ -220,7 +220,10 @@ class _Search:
         return []
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
-        """Return the change to `settings` if it suffices. The change's `what` begins with `verb`, such as "raise"."""
+        """Return a list with the change to `settings`, or an empty list if the change does not suffice.
+
+        The change's `what` begins with `verb`, such as "raise".
+        """
         knobs = {name: value for name, value in settings.items() if name != "quantization"}
         planner = self._quantised(settings.get("quantization"))
         plan = None if planner is None else planner.plan(replace(self.config, **knobs), self.device)
@@ -236,7 +239,7 @@ class _Search:
         """
         if quantization is None:
             return self.planner
-        known = self.planner.given is not None or self.planner.content.get("quantization_config")
+        known = self.planner.given is not None or settings_of(self.planner.content)
         if known or self.device.kind == "cpu" or (quantization == "fp8" and not self.device.computes_fp8):
             return None
         return self.planner.quantised(quantization)

@@ -68,6 +68,12 @@ def test_parameters_of_published_models(config: dict[str, Any] | str, parameters
     assert weights.exact
 
 
+def test_recurrent_layers_whose_weights_are_not_known_are_named() -> None:
+    mamba = {"layer_types": ["mamba"] * 24, "mamba_d_state": 16, "mamba_d_conv": 4}
+    with pytest.raises(ModelError, match="recurrent layers of a kind whose weights cannot be counted"):
+        model_weights(None, read_fields(QWEN25_05B | mamba), dtype_bytes=2)
+
+
 def test_headers_win_and_are_scaled_to_the_serving_type(tmp_path: Path) -> None:
     tensors = {
         "model.embed_tokens.weight": np.zeros((10, 4), np.float32),

@@ -69,6 +69,15 @@ def check(found: list[Change], device: DeviceMemory, users: int, context: int, *
         assert wanted.met_by(planner.plan(replace(config, **made), device)), change.what
 
 
+def test_a_checkpoint_that_is_quantised_is_not_quantised_again() -> None:
+    nested = {"model_type": "a_model_that_sees", "text_config": LLAMA_8B | {"quantization_config": {"bits": 4}}}
+    for content in (LLAMA_8B | {"compression_config": {"quant_method": "fp8"}}, nested):
+        config = config_for_demand(EngineConfig(), {}, 50, 8192)
+        found = changes(ModelPlanner(content), config, gpu(24), MemoryDemand(50, 8192), GPUS)
+        assert found
+        assert not any("quantization" in change.settings for change in found)
+
+
 def test_a_demand_that_is_met() -> None:
     plan = PLANNER.plan(config_for_demand(EngineConfig(), {}, 32, 8192), gpu(80))
     assert MemoryDemand(32, 8192).met_by(plan)
