@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_PARTINGS = 4
 
 
-@with_engine_options(only=("dtype", "device", "block_size"))
+@with_engine_options(only=("dtype", "device", "block_size", "model_impl"))
 def verify(
     model: ModelArgument = None,
     num_prompts: Annotated[
@@ -40,6 +40,9 @@ def verify(
     engine_options: EngineOptions,
 ) -> None:
     """Compare the engine with plain transformers: same weights, same device, same dtype.
+
+    The engine computes the model as `serve` would; --model-impl transformers checks the path of models that the fused
+    decoder does not know.
 
     The engine continues every prompt alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a
     forced preemption. The logits of each token are compared with those of a full pass with transformers' own attention,
@@ -75,6 +78,7 @@ def _as_dict(subject: LoadedModel, report: ParityReport) -> dict[str, Any]:
         "device": subject.device,
         "dtype": _name(subject),
         "block_size": subject.block_size,
+        "model_impl": report.model_impl,
         "tolerance_rule": report.tolerance.rule,
         "transformers_spread": report.spread,
         "checks": [
@@ -108,7 +112,7 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
         for check in report.checks
     ]
     columns = ("check", "result", "tokens", "detail", "max |logit difference|", "tolerance")
-    where = f"{subject.info.name} in {_name(subject)} on {subject.device}"
+    where = f"{subject.info.name} in {_name(subject)} on {subject.device}, {report.model_impl} layers"
     render.table(f"{where}, compared with plain transformers", columns, rows, text_columns=4)
     render.say(f"tolerance   {report.tolerance.rule}")
     render.say(f"            transformers itself differs by {report.spread:.2g} with and without its KV cache")

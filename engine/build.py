@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RESERVING = frozenset(
     {
         *("model", "dtype", "kv_cache_dtype", "device", "max_model_len", "block_size", "gpu_memory_utilization"),
-        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space"),
+        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space", "model_impl"),
     }
 )
 
@@ -66,6 +66,7 @@ def build_engine(
         free -= plan.fixed_bytes + plan.kv_bytes
     swap = plan_swap(config.swap_space, plan.block_bytes, free)
     executor, plan = _load(opened, resolved, plan, swap, progress)
+    resolved = replace(resolved, model_impl=executor.model_impl)
     metrics = EngineMetrics(served_model_name or opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     kv = make_kv(resolved, plan.num_blocks, swap, plan.layout)
     return Engine(resolved, opened.info, opened.tokenizer, executor, kv, plan=plan, metrics=metrics)
@@ -110,6 +111,7 @@ def _load(
             max_model_len=plan.max_model_len,
             num_host_blocks=swap.num_blocks,
             layout=plan.layout,
+            model_impl=config.model_impl,
         )
     remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"
     with _within_memory(plan, "computing the largest steps", remedy):

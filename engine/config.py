@@ -15,6 +15,7 @@ from llmsched.engine.errors import ConfigError, setting
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Device = Literal["auto", "cuda", "cpu"]
+ModelImplementation = Literal["auto", "fused", "transformers"]
 Policy = Literal["fair", "fcfs", "sptf", "static", "serial"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 Prediction = Literal["learned", "max_tokens", "none"]
@@ -66,6 +67,12 @@ class EngineConfig:
     )
     device: Device = knob(
         "auto", "device that runs the model; auto is the GPU if there is one", choices=get_args(Device)
+    )
+    model_impl: ModelImplementation = knob(
+        "auto",
+        "what computes the layers: fused, a few large operations per layer, for Llama-like models; transformers, the "
+        "code of that library, for every model; auto is fused if it knows the model",
+        choices=get_args(ModelImplementation),
     )
     max_model_len: int | None = knob(
         None, "most tokens in one request, prompt plus output; default: the model's limit", unit="tokens", low=1

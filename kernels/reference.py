@@ -10,10 +10,14 @@ a block table after the context, or before a sliding window, are never read.
 
 from __future__ import annotations
 
-from typing import Required, TypedDict
+from typing import Literal, Required, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+#: Activation functions of gated MLPs; gelu_tanh is GELU with the approximation by tanh.
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -39,6 +43,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    work: None = None,
 ) -> Tensor:
     """Return the causal attention of a packed batch over a paged KV cache that already holds the new keys and values.
 
@@ -50,6 +55,8 @@ def paged_attention(
     Query i of sequence b is at position p = context_lens[b] - q_len_b + i. It attends to the keys 0 to p, or, with a
     `window`, to the keys p - window + 1 to p (transformers' `sliding_window`). Query head h uses KV head h // (heads //
     kv_heads).
+
+    A backend may accept as `work` what its `prepare_attention` returned for this batch and window.
 
     - softcap: a scaled score s becomes softcap * tanh(s / softcap) (Gemma-2).
     - sinks: each head's sink is one more logit in the denominator of the softmax, without a value (gpt-oss).
@@ -85,6 +92,10 @@ def paged_attention(
     return output
 
 
+def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> None:
+    """Prepare the attention of a batch once for all layers with this window. The result is for `paged_attention`."""
+
+
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write the new tokens' keys [T, kv_heads, D] and values [T, kv_heads, Dv] to the cache in place.
 
@@ -104,3 +115,77 @@ def gather(cache: Tensor, block_table: Tensor, context: int) -> Tensor:
     num_blocks = -(-context // cache.shape[2])
     blocks = cache[block_table[:num_blocks].long()]
     return blocks.transpose(1, 2).flatten(0, 1)[:context]
+
+
+def add_norm(
+    residual: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    branch_weight: Tensor | None = None,
+) -> Tensor:
+    """Add `branch` [T, N] to `residual` [T, N] in place, if there is one, and return the RMS norm of the sum, [T, N].
+
+    The norm of a row x is x / sqrt(mean(x^2) + eps) * (weight + offset), with `weight` [N]. With `branch_weight` [N],
+    the branch is normalised with these weights before it is added (Gemma-2). All sums are computed in float32. The norm
+    of the branch, the sum and the result are rounded to the type of `residual`.
+    """
+    if branch is not None:
+        if branch_weight is not None:
+            branch = rms_norm(branch, branch_weight, eps, offset)
+        residual += branch
+    return rms_norm(residual, weight, eps, offset)
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Return the RMS norm of the last dimension of `rows`, with weights `weight + offset`, in the type of `rows`."""
+    x = rows.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * (weight.float() + offset)).to(rows.dtype)
+
+
+def rotate_and_write(
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+) -> Tensor:
+    """Rotate queries and keys by their positions, write keys and values to the cache, and return the queries.
+
+    A row of `projected` [T, (heads + 2 x kv_heads) x D] has the vectors of all query heads, then of all key heads, then
+    of all value heads. `cos` and `sin` are [T, D] in the type of `projected`. A vector x becomes x cos + (-x2, x1) sin,
+    where x1 and x2 are the halves of x (rotary position embedding, Su et al. 2021). With `query_weight` and
+    `key_weight` [D], each vector is first replaced by its RMS norm (see `add_norm`; Qwen3, Gemma-3).
+
+    Keys and values are written like `write_kv` does. The queries are [T, heads, D].
+    """
+    _, kv_heads, _, head_dim = key_cache.shape
+    vectors = projected.view(len(projected), -1, head_dim)
+    query, key, value = torch.split(vectors, [vectors.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if query_weight is not None and key_weight is not None:
+        query, key = rms_norm(query, query_weight, eps, offset), rms_norm(key, key_weight, eps, offset)
+    write_kv(rotate(key, cos, sin), value, key_cache, value_cache, slot_mapping)
+    return rotate(query, cos, sin)
+
+
+def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary position embedding to `vectors` [T, heads, D]; see `rotate_and_write`."""
+    x, half = vectors.float(), vectors.shape[2] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=2)
+    return (x * cos.float()[:, None] + turned * sin.float()[:, None]).to(vectors.dtype)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Return activation(gate) x up, [T, N]. A row of `gate_up` [T, 2 N] has the gate's N numbers, then those of up."""
+    gate, up = gate_up.float().chunk(2, dim=1)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (gate * up).to(gate_up.dtype)

@@ -46,7 +46,8 @@ def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> l
         said = ", ".join(f"{name} {value}" for name, value in defaults.items())
         sampling = f"{said} unless the request says otherwise"
     served = "" if model_name == model.name else f", served as {model_name}"
-    rows = [("model", f"{model.name} ({model.architecture}){served}, {config.dtype} on {config.device}")]
+    computed = f"{config.dtype} on {config.device}, {config.model_impl} layers (model_impl)"
+    rows = [("model", f"{model.name} ({model.architecture}){served}, {computed}")]
     if profile is not None:
         rows.append(("profile", profile))
     if engine.plan is not None:

@@ -21,8 +21,8 @@ class PackedBatch:
     """Batch of T tokens in B rows, one row after the other, for a model with G groups of layers.
 
     The shapes are input_ids [T], positions [T], slot_mapping [G, T], block_tables [G, B, max_blocks], cu_seqlens_q [B +
-    1] and context_lens [B]. A block table has zeros after the blocks of the row's context. A context includes the new
-    tokens.
+    1] and context_lens [B], all contiguous. A block table has zeros after the blocks of the row's context. A context
+    includes the new tokens.
 
     `logit_rows` are the indices of the tokens whose logits are needed. First come the last tokens of the rows in
     `sampling_rows`. Then come, for each row i, its first `prompt_counts[i]` tokens, which predict prompt tokens.
@@ -61,7 +61,7 @@ def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
     return PackedBatch(
         input_ids=input_ids,
         positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
+        slot_mapping=np.ascontiguousarray(blocks * block_size + positions % block_size),  # kernels read one group's row
         block_tables=block_tables,
         cu_seqlens_q=bounds.astype(np.int32),
         context_lens=contexts.astype(np.int32),

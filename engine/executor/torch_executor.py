@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.shape import rotary_limit
+from llmsched.engine.config import ModelImplementation
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
@@ -53,6 +54,7 @@ class TorchExecutor:
         max_model_len: int | None = None,
         num_host_blocks: int = 0,
         layout: KVLayout | None = None,
+        model_impl: ModelImplementation = "auto",
     ) -> None:
         limit = rotary_limit(read_fields(model.config))
         if limit is not None and max_model_len is not None and max_model_len > limit:
@@ -64,7 +66,9 @@ class TorchExecutor:
         self.layout = layout or KVLayout(block_size)
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._model = paged_model(model)
+        self._model = paged_model(model, model_impl)
+        #: What computes the model: fused or transformers.
+        self.model_impl = self._model.implementation
         self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, kv_dtype, self.device)
         self.kv_cache_bytes = self._cache.num_bytes
         #: Number of logits per token. Only ids below it can be sampled or biased.

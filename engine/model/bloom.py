@@ -7,7 +7,7 @@ layers itself.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class BloomModel:
 
     The model must be in evaluation mode and on its device.
     """
+
+    implementation: Literal["fused", "transformers"] = "transformers"
 
     def __init__(self, model: BloomForCausalLM) -> None:
         config = model.config

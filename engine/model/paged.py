@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Unpack
+from typing import Literal, NamedTuple, Protocol, Unpack
 
 import torch
 
@@ -142,6 +142,7 @@ class PagedContext:
 class PagedModel(Protocol):
     """Model that runs over the paged KV cache. `layers` has the KV shape of each layer."""
 
+    implementation: Literal["fused", "transformers"]
     layers: list[LayerShape]
     vocab_size: int
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -24,8 +24,6 @@ from llmsched.engine.model.paged import LayerShape
 
 IMPLEMENTATION = "llmsched_probe"
 
-#: Keywords, besides sliding_window, that the engine's attention uses.
-HONOURED_KEYWORDS = frozenset({"scaling", "softcap", "s_aux"})
 #: Keywords that models pass to attention, but that do not change its result.
 NEUTRAL_KEYWORDS = frozenset(
     {"position_ids", "cache", "past_key_values", "cache_position", "use_cache", "output_attentions"}
@@ -40,8 +38,17 @@ NUM_TOKENS = 33
 FULL, UNKNOWN = 0, -1
 
 
-def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
-    """Return the KV shapes of the model's layers, and the width of its logits.
+class AttentionCall(NamedTuple):
+    """Arguments with which a layer calls attention: the shape of its KV, and options of `paged_attention`."""
+
+    shape: LayerShape
+    scale: float
+    softcap: float | None
+    has_sinks: bool
+
+
+def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
+    """Return how the model's layers call attention, and the width of its logits.
 
     The width may exceed the size of the tokenizer's vocabulary. Afterwards the model still has the recording attention
     function, so the caller must set another. Raises ModelError if the engine cannot compute the model exactly.
@@ -68,9 +75,9 @@ def probe(model: PreTrainedModel) -> tuple[list[LayerShape], int]:
     return [layers[layer] for layer in range(num_layers)], logits.shape[0]
 
 
-def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, LayerShape], torch.Tensor]:
-    """Run the tokens with attention that returns zeros. Return the layers' KV shapes and the last token's logits."""
-    layers: dict[int, LayerShape] = {}
+def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, AttentionCall], torch.Tensor]:
+    """Run the tokens with attention that returns zeros. Return the layers' calls and the last token's logits."""
+    layers: dict[int, AttentionCall] = {}
     with torch.inference_mode():
         output = model(
             input_ids=token_ids[None],
@@ -95,11 +102,14 @@ def recording_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_context: dict[int, LayerShape] | None = None,
+    paged_context: dict[int, AttentionCall] | None = None,
+    scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the layer's KV shape in `paged_context`, check mask and keywords, and return zeros [1, T, heads, Dv].
+    """Record the layer's call in `paged_context`, check mask and keywords, and return zeros [1, T, heads, Dv].
 
     Raises ModelError if the engine does not support the mask or a keyword.
     """
@@ -111,7 +121,7 @@ def recording_attention(
         raise ModelError(f"{name} computes attention twice in one pass: the model cannot be served")
     if key.shape[2] != query.shape[2]:
         raise ModelError(f"{name} attends to keys that are not tokens of its input: the model cannot be served")
-    check_keywords(module, {word: given for word, given in keywords.items() if word not in HONOURED_KEYWORDS})
+    check_keywords(module, keywords)
     if attention_mask is not None:
         window = int(attention_mask.flatten()[0]) if attention_mask.dtype == torch.int64 else UNKNOWN
         given_window = sliding_window if sliding_window is not None and sliding_window <= TRIED_POSITIONS[-1] else FULL
@@ -124,7 +134,9 @@ def recording_attention(
                 f"{name} gets a sliding window of {given_window or 'no'} tokens but its mask has {window or 'none'}: "
                 "the model cannot be served"
             )
-    paged_context[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window)
+    shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    paged_context[layer] = AttentionCall(shape, scale, softcap, s_aux is not None)
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -7,17 +7,23 @@ and one process can run several engines.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import logging
+from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, BloomForCausalLM, PreTrainedModel
 
-from llmsched.engine.errors import ModelError
+from llmsched.engine.config import ModelImplementation
+from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.model.bloom import BloomModel
+from llmsched.engine.model.decoder import FusedDecoder
 from llmsched.engine.model.paged import PagedContext, PagedModel
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
+from llmsched.engine.model.structure import UnknownStructureError
 
 IMPLEMENTATION = "llmsched_paged"
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersModel:
@@ -26,8 +32,11 @@ class TransformersModel:
     Raises ModelError if the engine cannot compute the model exactly (see `probe`).
     """
 
+    implementation: Literal["fused", "transformers"] = "transformers"
+
     def __init__(self, model: PreTrainedModel) -> None:
-        self.layers, self.vocab_size = probe(model)
+        self.calls, self.vocab_size = probe(model)
+        self.layers = [call.shape for call in self.calls]
         set_attention(model, IMPLEMENTATION)
         self._model = model
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -93,6 +102,23 @@ def packed(states: torch.Tensor) -> torch.Tensor:
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
-def paged_model(model: PreTrainedModel) -> PagedModel:
-    """Wrap `model`, which must be in evaluation mode. Raises ModelError if the engine cannot compute it exactly."""
-    return BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)
+def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "auto") -> PagedModel:
+    """Wrap `model`, which must be in evaluation mode.
+
+    "auto" gives a FusedDecoder if that knows the model's structure, else the wrapper that calls transformers. Raises
+    ModelError if the engine cannot compute the model exactly, and ConfigError if "fused" does not know the model.
+    """
+    plain = BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)
+    if implementation == "transformers":
+        return plain
+    try:
+        if isinstance(plain, BloomModel):
+            raise UnknownStructureError("its positions are ALiBi biases")
+        return FusedDecoder(model, plain, plain.calls)
+    except UnknownStructureError as reason:
+        if implementation == "fused":
+            raise ConfigError(
+                "model_impl", f"fused does not know {type(model).__name__}: {reason}; use auto or transformers"
+            ) from reason
+        logger.info("%s runs through transformers: %s", type(model).__name__, reason)
+        return plain

@@ -192,11 +192,15 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """Results of all cases of one model. `spread` is the largest `spread` of all continuations (see Continuation)."""
+    """Results of all cases of one model. `spread` is the largest `spread` of all continuations (see Continuation).
+
+    `model_impl` says what computed the engine's logits, None if no engine could be built.
+    """
 
     checks: tuple[CaseResult, ...]
     tolerance: Tolerance
     spread: float
+    model_impl: str | None = None
 
     @property
     def ok(self) -> bool:

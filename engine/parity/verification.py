@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from llmsched.engine.architecture.geometry import kv_geometry
-from llmsched.engine.config import EngineConfig, ResolvedConfig
+from llmsched.engine.config import EngineConfig, ModelImplementation, ResolvedConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.executor.torch_executor import TorchExecutor
@@ -50,6 +50,7 @@ class LoadedModel:
     device: str
     dtype: torch.dtype
     block_size: int = 16
+    model_impl: ModelImplementation = "auto"
 
     @property
     def layout(self) -> KVLayout:
@@ -64,7 +65,8 @@ def load_for_parity(config: EngineConfig, progress: Progress = silent) -> Loaded
     """
     opened = open_model(config, progress)
     model = opened.load(progress)
-    return LoadedModel(model, opened.info, opened.tokenizer, opened.device, opened.dtype, config.block_size)
+    opened_as = (opened.info, opened.tokenizer, opened.device, opened.dtype)
+    return LoadedModel(model, *opened_as, config.block_size, config.model_impl)
 
 
 def check_parity(
@@ -84,23 +86,27 @@ def check_parity(
         prompt.name: reference.continuation(prompt.token_ids, num_tokens)
         for prompt in tracked(prompts.all, "plain transformers", progress)
     }
-    results = []
+    results, model_impl = [], None
     for case in tracked(list(make_cases(prompts, num_tokens, loaded.layout)), "comparing", progress):
         result = CaseResult(case.name)
         results.append(result)
         try:
             engine, executor = _engine(loaded, case)
+            model_impl = executor.model_impl
             waves = [_run_wave(engine, executor, wave, case.num_tokens) for wave in case.waves]
             engine.check_integrity()
             _check_events(case, result, engine.stats(), waves[-1])
             executor.close()
+        except ConfigError:
+            raise
         except Exception as error:  # the other cases may still show where the fault is
             logger.exception("case %s", case.name)
             result.problems.append(f"the engine failed: {type(error).__name__}: {' '.join(str(error).split())}")
             continue
         for output in chain.from_iterable(waves):
             compare(result, output, expected[output.prompt.name], reference, tolerance)
-    return ParityReport(tuple(results), tolerance, max(continuation.spread for continuation in expected.values()))
+    spread = max(continuation.spread for continuation in expected.values())
+    return ParityReport(tuple(results), tolerance, spread, model_impl)
 
 
 def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
@@ -167,6 +173,7 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
         max_model_len=config.max_model_len,
         num_host_blocks=swap.num_blocks,
         layout=loaded.layout,
+        model_impl=loaded.model_impl,
     )
     kv = make_kv(config, case.num_blocks, swap, loaded.layout)
     return Engine(config, loaded.info, loaded.tokenizer, executor, kv), executor

@@ -92,6 +92,29 @@ def from_float16(element: Any) -> Any:
     return -magnitude if bits & np.uint32(0x8000) else magnitude
 
 
+def put(array: Any, index: int, value: Any) -> None:
+    """Set array[index] to a float32 value, rounded to the array's elements: float32, or bfloat16 as bits (uint16)."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(put)  # type: ignore[untyped-decorator]
+def choose_rounding(array: Any, index: Any, value: Any) -> Any:
+    return {types.float32: put_float32, types.uint16: put_bfloat16}[array.dtype]
+
+
+def put_float32(array: Any, index: Any, value: Any) -> None:
+    array[index] = value
+
+
+def put_bfloat16(array: Any, index: Any, value: Any) -> None:
+    """Round to the nearest bfloat16, to the even one of two; a NaN stays a NaN."""
+    bits = np.float32(value).view(np.uint32)
+    odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
+    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16)
+    is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    array[index] = np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+
+
 @jit(EXACT)
 def exp32(x: Any) -> Any:
     """Return exp(x) for x <= 0, accurate to about one unit in the last place. Below -87 the result is exp(-87).

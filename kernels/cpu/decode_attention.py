@@ -1,15 +1,16 @@
 """Attention of sequences with few queries (decodes and very short chunks), which reads KV blocks in place.
 
-A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. Each split yields its
-maximum score, its sum of exponentials and its weighted sum of values. `join_splits` joins the splits of a row, as in
-flash-decoding. Every thread gets the same number of splits. The splits of a row depend on this row alone, so the
-result of a row is bit for bit the same in every batch.
+A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. A work item is one split
+of one row and one KV head: it reads each key and value once, converts it to float32 and uses it for all query heads of
+this KV head. It yields each head's maximum score, sum of exponentials and weighted sum of values. `join_splits` joins
+the splits of a row, as in flash-decoding. Every thread gets the same number of items. The splits of a row depend on
+this row alone, so the result of a row is bit for bit the same in every batch.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -18,33 +19,29 @@ import torch
 from numba import types
 from torch import Tensor
 
-from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, tanh32, to_float32
-from llmsched.kernels.cpu.openmp import as_pointer, run, thread_num
+from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, put, tanh32, to_float32
+from llmsched.kernels.cpu.openmp import arguments_type, as_pointer, barrier, run, thread_num
 
 MAX_ROW_QUERIES = 16  # queries per sequence; for more, matrix products are faster (measured: from 12 to 24 on)
 SPLIT = 256
-PARALLEL_PRODUCTS = 1 << 20  # multiply-adds (0.05 ms on one core) from which several threads are faster
+PARALLEL_PRODUCTS = 1 << 18  # multiply-adds (about 15 us on one core) from which several threads are faster
 
 TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # first index of the array of list_rows
-ADDRESSES = ("query", "keys", "values", "tables", "rows", "parts", "stats", "slopes")
-SIZES = (
-    "num_threads",
-    "num_tokens",
-    "heads",
-    "head_dim",
-    "num_blocks",
-    "kv_heads",
-    "block_size",
-    "value_dim",
-    "num_sequences",
-    "max_blocks",
-    "num_rows",
-    "num_splits",
-    "has_slopes",
+Arguments = arguments_type(
+    addresses=("query", "keys", "values", "tables", "rows", "parts", "stats", "sinks", "slopes", "output"),
+    sizes=(
+        *("num_tokens", "heads", "head_dim", "num_blocks", "kv_heads", "block_size", "value_dim"),
+        *("num_sequences", "max_blocks", "num_rows", "num_splits"),
+    ),
+    floats=("scale", "softcap"),
 )
-ARGUMENTS = np.dtype(
-    [(name, np.intp) for name in ADDRESSES + SIZES] + [("scale", np.float32), ("softcap", np.float32)], align=True
-)
+
+
+class RowList(NamedTuple):
+    """Rows of a batch as `list_rows` returns them, and the number of their splits."""
+
+    rows: npt.NDArray[np.intp]
+    num_splits: int
 
 
 @jit()
@@ -76,119 +73,146 @@ def attend_rows(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    bounds: npt.NDArray[np.int32],
-    contexts: npt.NDArray[np.int32],
+    listed: RowList,
     output: Tensor,
     *,
     scale: float,
-    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Compute attention for the sequences with at most MAX_ROW_QUERIES queries and write it to `output`.
+    """Compute the attention of the listed rows and write it to `output` [tokens, heads, value_dim].
 
-    `output` is [tokens, heads, value_dim]; the tokens of other sequences do not change. `output`, `sinks` and `slopes`
-    are float32, the caches have a dtype in ELEMENTS, and `block_tables` are int32. `bounds` are the values of
-    cu_seqlens_q. All tensors but `query` and `block_tables` must be contiguous.
+    Other tokens of `output` do not change. `query` and `output` have the same type, float32 or bfloat16. `sinks` and
+    `slopes` are float32, the caches have a dtype in ELEMENTS, and `block_tables` are int32. All tensors must be
+    contiguous.
     """
-    rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
-    if rows.shape[1] == 1:
-        return
-    query, block_tables = query.detach().float().contiguous(), block_tables.contiguous()
-    num_splits = int(rows[FIRST_SPLIT, -1])
-    heads, head_dim, value_dim = query.shape[1], query.shape[2], value_cache.shape[3]
+    rows, num_splits = listed
+    tokens, heads, head_dim = query.shape
+    num_blocks, kv_heads, block_size, value_dim = value_cache.shape
     parts = torch.empty(num_splits, heads, value_dim)
     stats = torch.empty(num_splits, heads, 2)
-    tensors = (query, key_cache, value_cache, block_tables)
-    own = (parts, stats, stats if slopes is None else slopes)
-    addresses = (*(t.data_ptr() for t in tensors), rows.ctypes.data, *(t.data_ptr() for t in own))
-    sizes = (0, *query.shape, *value_cache.shape, *block_tables.shape, rows.shape[1] - 1, num_splits)
-    sizes = (*sizes, int(slopes is not None))
-    arguments = np.array((*addresses, *sizes, scale, softcap or 0.0), ARGUMENTS)
+    arguments = Arguments(
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_tables.data_ptr(),
+        rows.ctypes.data,
+        parts.data_ptr(),
+        stats.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+        output.data_ptr(),
+        tokens,
+        heads,
+        head_dim,
+        num_blocks,
+        kv_heads,
+        block_size,
+        value_dim,
+        *block_tables.shape,
+        rows.shape[1] - 1,
+        num_splits,
+        scale,
+        softcap or 0.0,
+    )
     products = num_splits * SPLIT * heads * (head_dim + value_dim)
-    run(thread_body(ELEMENTS[key_cache.dtype]), arguments, parallel=products >= PARALLEL_PRODUCTS)
-    if sinks is None:
-        sinks = torch.full((heads,), -torch.inf)
-    join_splits(parts.numpy(), stats.numpy(), rows, sinks.numpy(), output.numpy())
+    body = thread_body(ELEMENTS[query.dtype], ELEMENTS[key_cache.dtype])
+    run(body, arguments, parallel=products >= PARALLEL_PRODUCTS)
 
 
 @cache
-def thread_body(element: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs, compiled for a cache with this type of elements."""
+def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
+    """Return the function that each thread runs, compiled for the types of query and output, and of the cache."""
 
-    @c_function(types.CPointer(numba.from_dtype(ARGUMENTS)))
+    @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]
-        query = numba.carray(as_pointer(a.query), (a.num_tokens, a.heads, a.head_dim), np.float32)
-        keys = numba.carray(as_pointer(a.keys), (a.num_blocks, a.kv_heads, a.block_size, a.head_dim), element)
-        values = numba.carray(as_pointer(a.values), (a.num_blocks, a.kv_heads, a.block_size, a.value_dim), element)
+        group = a.heads // a.kv_heads
+        query = numba.carray(as_pointer(a.query), (a.num_tokens, a.heads, a.head_dim), element)
+        output = numba.carray(as_pointer(a.output), (a.num_tokens, a.heads, a.value_dim), element)
+        keys = numba.carray(as_pointer(a.keys), (a.num_blocks, a.kv_heads, a.block_size, a.head_dim), cached)
+        values = numba.carray(as_pointer(a.values), (a.num_blocks, a.kv_heads, a.block_size, a.value_dim), cached)
         tables = numba.carray(as_pointer(a.tables), (a.num_sequences, a.max_blocks), np.int32)
         rows = numba.carray(as_pointer(a.rows), (5, a.num_rows + 1), np.intp)
         parts = numba.carray(as_pointer(a.parts), (a.num_splits, a.heads, a.value_dim), np.float32)
         stats = numba.carray(as_pointer(a.stats), (a.num_splits, a.heads, 2), np.float32)
+        sinks = numba.carray(as_pointer(a.sinks), (a.heads,), np.float32)
         slopes = numba.carray(as_pointer(a.slopes), (a.heads,), np.float32)
-        weights = np.empty((a.heads, SPLIT), np.float32)
-        thread = thread_num()
-        row = 0
-        for split in range(a.num_splits * thread // a.num_threads, a.num_splits * (thread + 1) // a.num_threads):
+        weights = np.empty((group, SPLIT), np.float32)
+        queries = np.empty((group, a.head_dim), np.float32)
+        block_keys = np.empty((a.block_size, a.head_dim), np.float32)
+        block_values = np.empty((a.block_size, a.value_dim), np.float32)
+        thread, row, items = thread_num(), 0, a.num_splits * a.kv_heads
+        for item in range(items * thread // a.num_threads, items * (thread + 1) // a.num_threads):
+            split, kv_head = item // a.kv_heads, item % a.kv_heads
             while rows[FIRST_SPLIT, row + 1] <= split:
                 row += 1
             start = rows[START, row] + (split - rows[FIRST_SPLIT, row]) * SPLIT
             stop = min(start + SPLIT, rows[STOP, row])
-            table = tables[rows[SEQUENCE, row]]
-            score_split(query[rows[TOKEN, row]], keys, table, start, stop, a.scale, weights)
+            table, token = tables[rows[SEQUENCE, row]], rows[TOKEN, row]
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            for head in range(group):
+                for d in range(a.head_dim):
+                    queries[head, d] = to_float32(query[token, heads.start + head, d])
+            score_split(queries, keys, table, kv_head, start, stop, a.scale, weights, block_keys)
             if a.softcap > 0:
                 cap_scores(weights, stop - start, a.softcap)
-            if a.has_slopes:
-                subtract_alibi(weights, stop - start, slopes, rows[STOP, row] - 1 - start)
-            exponentiate(weights, stop - start, stats[split])
-            sum_values(weights, values, table, start, stop, parts[split])
+            if a.slopes != 0:
+                subtract_alibi(weights, stop - start, slopes[heads], rows[STOP, row] - 1 - start)
+            exponentiate(weights, stop - start, stats[split, heads])
+            sum_values(weights, values, table, kv_head, start, stop, parts[split, heads], block_values)
+        barrier()
+        for row in range(a.num_rows * thread // a.num_threads, a.num_rows * (thread + 1) // a.num_threads):
+            splits = slice(rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1])
+            for head in range(a.heads):
+                sink = sinks[head] if a.sinks != 0 else np.float32(-np.inf)
+                join_splits(parts[splits, head], stats[splits, head], sink, output[rows[TOKEN, row], head])
 
     return body
 
 
 @jit()
-def score_split(query: Any, keys: Any, table: Any, start: int, stop: int, scale: Any, scores: Any) -> None:
-    """Set scores[h, p - start] to scale * (query[h] . key p), for each position p from start to stop - 1."""
-    kv_heads, block_size = keys.shape[1], keys.shape[2]
-    group = query.shape[0] // kv_heads
-    last_block = (stop - 1) // block_size
-    for block in range(start // block_size, last_block + 1):
-        begin, end = max(start, block * block_size), min(stop, (block + 1) * block_size)
-        offset = begin - block * block_size
-        for kv_head in range(kv_heads):
-            ahead = keys[table[min(block + 1, last_block)], kv_head]
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            score_block(
-                query[heads],
-                keys[table[block], kv_head, offset : offset + end - begin],
-                scale,
-                scores[heads, begin - start : end - start],
-                ahead,
-            )
+def convert_block(block: Any, converted: Any, ahead: Any) -> None:
+    """Convert the rows of a block to float32. Each iteration prefetches a row of the block `ahead`.
+
+    Prefetching all at once would saturate the memory bus.
+    """
+    for key in range(block.shape[0]):
+        prefetch_rows(ahead, key, key + 1)
+        for d in range(block.shape[1]):
+            converted[key, d] = to_float32(block[key, d])
 
 
 @jit()
-def score_block(query: Any, keys: Any, scale: Any, scores: Any, ahead: Any) -> None:
-    """Set scores to scale * query keys^T. Four keys at a time share one load of a query vector.
+def score_split(
+    query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scale: Any, scores: Any, block_keys: Any
+) -> None:
+    """Set scores[h, p - start] to scale * (query[h] . key p), for each position p from start to stop - 1."""
+    block_size = keys.shape[2]
+    last_block = (stop - 1) // block_size
+    for block in range(start // block_size, last_block + 1):
+        begin, end = max(start, block * block_size), min(stop, (block + 1) * block_size)
+        offset, length = begin - block * block_size, end - begin
+        ahead = keys[table[min(block + 1, last_block)], kv_head]
+        convert_block(keys[table[block], kv_head, offset : offset + length], block_keys, ahead)
+        score_block(query, block_keys[:length], scale, scores[:, begin - start : end - start])
 
-    Each iteration prefetches a part of the block `ahead`, because prefetching all at once would saturate the memory
-    bus.
-    """
+
+@jit()
+def score_block(query: Any, keys: Any, scale: Any, scores: Any) -> None:
+    """Set scores to scale * query keys^T. Four keys at a time share one load of a query vector."""
     length = keys.shape[0]
     for head in range(query.shape[0]):
         key = 0
         while key + 4 <= length:
-            if head == 0:
-                prefetch_rows(ahead, key, key + 4)
             sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for d in range(query.shape[1]):
                 x = query[head, d]
-                sum0 += x * to_float32(keys[key, d])
-                sum1 += x * to_float32(keys[key + 1, d])
-                sum2 += x * to_float32(keys[key + 2, d])
-                sum3 += x * to_float32(keys[key + 3, d])
+                sum0 += x * keys[key, d]
+                sum1 += x * keys[key + 1, d]
+                sum2 += x * keys[key + 2, d]
+                sum3 += x * keys[key + 3, d]
             scores[head, key] = sum0 * scale
             scores[head, key + 1] = sum1 * scale
             scores[head, key + 2] = sum2 * scale
@@ -197,7 +221,7 @@ def score_block(query: Any, keys: Any, scale: Any, scores: Any, ahead: Any) -> N
         while key < length:
             sum0 = np.float32(0)
             for d in range(query.shape[1]):
-                sum0 += query[head, d] * to_float32(keys[key, d])
+                sum0 += query[head, d] * keys[key, d]
             scores[head, key] = sum0 * scale
             key += 1
 
@@ -237,71 +261,55 @@ def exponentiate(scores: Any, length: int, stats: Any) -> None:
 
 
 @jit()
-def sum_values(weights: Any, values: Any, table: Any, start: int, stop: int, output: Any) -> None:
+def sum_values(
+    weights: Any, values: Any, table: Any, kv_head: int, start: int, stop: int, output: Any, block_values: Any
+) -> None:
     """Set output[h] to the sum of weights[h, p - start] * value p over the positions p from start to stop - 1."""
-    kv_heads, block_size = values.shape[1], values.shape[2]
-    group = output.shape[0] // kv_heads
+    block_size = values.shape[2]
     last_block = (stop - 1) // block_size
     output[:] = 0
     for block in range(start // block_size, last_block + 1):
         begin, end = max(start, block * block_size), min(stop, (block + 1) * block_size)
-        offset = begin - block * block_size
-        for kv_head in range(kv_heads):
-            ahead = values[table[min(block + 1, last_block)], kv_head]
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            add_block(
-                weights[heads, begin - start : end - start],
-                values[table[block], kv_head, offset : offset + end - begin],
-                output[heads],
-                ahead,
-            )
+        offset, length = begin - block * block_size, end - begin
+        ahead = values[table[min(block + 1, last_block)], kv_head]
+        convert_block(values[table[block], kv_head, offset : offset + length], block_values, ahead)
+        add_block(weights[:, begin - start : end - start], block_values[:length], output)
 
 
 @jit()
-def add_block(weights: Any, values: Any, output: Any, ahead: Any) -> None:
-    """Add the product of weights and values to output. Four values at a time share one load and store of output.
-
-    Each iteration prefetches a part of the block `ahead`.
-    """
+def add_block(weights: Any, values: Any, output: Any) -> None:
+    """Add the product of weights and values to output. Four values at a time share one load and store of output."""
     length = values.shape[0]
     for head in range(output.shape[0]):
         key = 0
         while key + 4 <= length:
-            if head == 0:
-                prefetch_rows(ahead, key, key + 4)
             w0, w1, w2, w3 = weights[head, key], weights[head, key + 1], weights[head, key + 2], weights[head, key + 3]
             for d in range(output.shape[1]):
                 output[head, d] += (
-                    w0 * to_float32(values[key, d])
-                    + w1 * to_float32(values[key + 1, d])
-                    + w2 * to_float32(values[key + 2, d])
-                    + w3 * to_float32(values[key + 3, d])
+                    w0 * values[key, d] + w1 * values[key + 1, d] + w2 * values[key + 2, d] + w3 * values[key + 3, d]
                 )
             key += 4
         while key < length:
             for d in range(output.shape[1]):
-                output[head, d] += weights[head, key] * to_float32(values[key, d])
+                output[head, d] += weights[head, key] * values[key, d]
             key += 1
 
 
 @jit()
-def join_splits(parts: Any, stats: Any, rows: Any, sinks: Any, output: Any) -> None:
-    """Write each row's output: the sum of its splits' weighted values, divided by the sum of all exponentials.
+def join_splits(parts: Any, stats: Any, sink: Any, output: Any) -> None:
+    """Write one head's output: the sum of its splits' weighted values, divided by the sum of all exponentials.
 
-    All exponentials are first rescaled to the row's largest maximum. A sink adds only to the sum of exponentials.
+    All exponentials are first rescaled to the largest maximum. A sink adds only to the sum of exponentials.
     """
-    _, heads, value_dim = parts.shape
-    for row in range(rows.shape[1] - 1):
-        first, end = rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1]
-        for head in range(heads):
-            maximum = max(sinks[head], stats[first:end, head, 0].max())
-            total = np.exp(sinks[head] - maximum)
-            result = output[rows[TOKEN, row], head]
-            result[:] = 0
-            for split in range(first, end):
-                weight = np.exp(stats[split, head, 0] - maximum)
-                total += weight * stats[split, head, 1]
-                for d in range(value_dim):
-                    result[d] += weight * parts[split, head, d]
-            for d in range(value_dim):
-                result[d] /= total
+    maximum = sink
+    for split in range(stats.shape[0]):
+        maximum = max(maximum, stats[split, 0])
+    total = np.exp(sink - maximum)
+    for split in range(stats.shape[0]):
+        stats[split, 0] = np.exp(stats[split, 0] - maximum)
+        total += stats[split, 0] * stats[split, 1]
+    for d in range(output.shape[0]):
+        result = np.float32(0)
+        for split in range(stats.shape[0]):
+            result += stats[split, 0] * parts[split, d]
+        put(output, d, result / total)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 THREAD_NUM_SYMBOL = "llmsched_omp_get_thread_num"
+BARRIER_SYMBOL = "llmsched_omp_barrier"
 
 
 @cache
@@ -39,25 +40,41 @@ def load_runtime() -> ctypes.CDLL | None:
     return runtime
 
 
-def run(body: Any, arguments: np.ndarray[Any, Any], *, parallel: bool) -> None:
+def arguments_type(addresses: Sequence[str], sizes: Sequence[str], floats: Sequence[str] = ()) -> Any:
+    """Return a class of records that `run` passes to a body, for fields in this order, followed by num_threads.
+
+    Addresses and sizes are intp, `floats` are float32. The class attribute `dtype` describes a record to Numba.
+    """
+    integers = [(name, ctypes.c_ssize_t) for name in (*addresses, *sizes)]
+    fields = [*integers, *((name, ctypes.c_float) for name in floats), ("num_threads", ctypes.c_ssize_t)]
+    record = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+    record.dtype = np.dtype(record)  # type: ignore[attr-defined]
+    return record
+
+
+def run(body: Any, arguments: Any, *, parallel: bool) -> None:
     """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
 
     `parallel` selects all threads, if torch's runtime has GOMP_parallel. `run` never passes a smaller number to
-    GOMP_parallel, because libgomp would end the unused threads. `body` gets a pointer to `arguments`, one record, of
-    which `run` sets the field num_threads. In `body`, thread_num() returns the number of the thread.
+    GOMP_parallel, because libgomp would end the unused threads. Otherwise the work should be short, because the call
+    keeps the GIL: another thread would hold a released GIL for longer than the work takes. `body` gets a pointer to
+    `arguments`, a record of a class from `arguments_type`, of which `run` sets the field num_threads. In `body`,
+    thread_num() returns the number of the thread.
     """
     runtime = load_runtime() if parallel else None
-    arguments["num_threads"] = num_threads = torch.get_num_threads() if runtime else 1
     if runtime:
-        runtime.GOMP_parallel(body.address, arguments.ctypes.data, num_threads, 0)
+        arguments.num_threads = num_threads = torch.get_num_threads()
+        runtime.GOMP_parallel(body.address, ctypes.addressof(arguments), num_threads, 0)
     else:
-        alone(body)(arguments.ctypes.data)
+        arguments.num_threads = 1
+        alone(body, parallel)(ctypes.addressof(arguments))
 
 
 @cache
-def alone(body: Any) -> Callable[[int], None]:
-    """Return a Python function that calls the cfunc `body` and releases the GIL meanwhile."""
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(body.address)
+def alone(body: Any, releases_gil: bool) -> Callable[[int], None]:
+    """Return a Python function that calls the cfunc `body`."""
+    prototype = ctypes.CFUNCTYPE if releases_gil else ctypes.PYFUNCTYPE
+    return prototype(None, ctypes.c_void_p)(body.address)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -74,10 +91,18 @@ def only_thread() -> int:
     return 0
 
 
+def nothing() -> None:
+    pass
+
+
 _runtime = load_runtime()
 if _runtime is None:
-    zero = numba.cfunc(types.int32())(only_thread)
+    zero, no_barrier = numba.cfunc(types.int32())(only_thread), numba.cfunc(types.void())(nothing)
     llvm.add_symbol(THREAD_NUM_SYMBOL, zero.address)
+    llvm.add_symbol(BARRIER_SYMBOL, no_barrier.address)
 else:
     llvm.add_symbol(THREAD_NUM_SYMBOL, ctypes.cast(_runtime.omp_get_thread_num, ctypes.c_void_p).value)
+    llvm.add_symbol(BARRIER_SYMBOL, ctypes.cast(_runtime.GOMP_barrier, ctypes.c_void_p).value)
 thread_num = types.ExternalFunction(THREAD_NUM_SYMBOL, types.int32())
+#: Wait until all threads that run the body have called it. On the calling thread alone it does nothing.
+barrier = types.ExternalFunction(BARRIER_SYMBOL, types.void())

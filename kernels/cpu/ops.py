@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
+from llmsched.kernels import reference
+from llmsched.kernels.cpu import layer
 from llmsched.kernels.cpu.compiled import ELEMENTS, jit
-from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, attend_rows
+from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, RowList, attend_rows, list_rows
 from llmsched.kernels.cpu.prefill_attention import attend_chunk
-from llmsched.kernels.reference import AttentionOptions
+from llmsched.kernels.reference import Activation, AttentionOptions
+
+#: Types of activations that the kernels write; ops on others use the reference.
+WRITTEN_TYPES = (torch.float32, torch.bfloat16)
+
+
+class Work(NamedTuple):
+    """Work lists of a batch: (tokens, sequence, context) of each prefill chunk, and the rows of all other sequences."""
+
+    chunks: list[tuple[slice, int, int]]
+    listed: RowList
+
+
+def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> Work:
+    """Return the work lists of a batch, which all layers with the same window share."""
+    bounds, contexts = cu_seqlens_q.numpy(), context_lens.numpy()
+    chunks = [
+        (slice(bounds[sequence], bounds[sequence + 1]), sequence, int(contexts[sequence]))
+        for sequence in (bounds[1:] - bounds[:-1] > MAX_ROW_QUERIES).nonzero()[0].tolist()
+    ]
+    rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
+    return Work(chunks, RowList(rows, int(rows[-1, -1])))
 
 
 def paged_attention(
@@ -20,19 +43,38 @@ def paged_attention(
     block_tables: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
+    *,
+    work: Work | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention`. Raises ValueError unless the caches are float32, bfloat16 or float16."""
+    """Compute `reference.paged_attention`. Raises ValueError unless the caches are float32, bfloat16 or float16.
+
+    `work` is the result of `prepare_attention`; without it, the work lists are made for this call.
+    """
     check_dtype(key_cache)
     check_dtype(value_cache)
     options["sinks"], options["slopes"] = as_float32(options.get("sinks")), as_float32(options.get("slopes"))
-    output = torch.empty(query.shape[0], query.shape[1], value_cache.shape[3])
-    bounds, contexts = cu_seqlens_q.numpy(), context_lens.numpy()
-    for sequence in (bounds[1:] - bounds[:-1] > MAX_ROW_QUERIES).nonzero()[0].tolist():
-        tokens = slice(bounds[sequence], bounds[sequence + 1])
-        table, context = block_tables[sequence], int(contexts[sequence])
+    if work is None:
+        work = prepare_attention(cu_seqlens_q, context_lens, options.get("window"))
+    computed = query.dtype if query.dtype in WRITTEN_TYPES else torch.float32
+    output = torch.empty(query.shape[0], query.shape[1], value_cache.shape[3], dtype=computed)
+    for tokens, sequence, context in work.chunks:
+        table = block_tables[sequence]
         output[tokens] = attend_chunk(query[tokens], key_cache, value_cache, table, context, **options)
-    attend_rows(query, key_cache, value_cache, block_tables, bounds, contexts, output, **options)
+    if work.listed.num_splits:
+        rows, block_tables = query.detach().to(computed).contiguous(), block_tables.contiguous()
+        attend_rows(
+            rows,
+            key_cache,
+            value_cache,
+            block_tables,
+            work.listed,
+            output,
+            scale=options["scale"],
+            softcap=options.get("softcap"),
+            sinks=options["sinks"],
+            slopes=options["slopes"],
+        )
     return output.to(query.dtype)
 
 
@@ -46,6 +88,33 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     for new, cache in ((key, key_cache), (value, value_cache)):
         check_dtype(cache)
         copy_rows(bits(new.detach().to(cache.dtype)), bits(cache), slots)
+
+
+def add_norm(residual: Tensor, branch: Tensor | None, weight: Tensor, **options: Any) -> Tensor:
+    """Compute `reference.add_norm`."""
+    add_norm = layer.add_norm if residual.dtype in WRITTEN_TYPES else reference.add_norm
+    return add_norm(residual, branch, weight, **options)
+
+
+def rotate_and_write(
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Compute `reference.rotate_and_write`."""
+    written = projected.dtype in WRITTEN_TYPES and key_cache.dtype in WRITTEN_TYPES
+    rotate_and_write = layer.rotate_and_write if written else reference.rotate_and_write
+    return rotate_and_write(projected, cos, sin, key_cache, value_cache, slot_mapping, **options)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Compute `reference.gated`."""
+    gated = layer.gated if gate_up.dtype in WRITTEN_TYPES else reference.gated
+    return gated(gate_up, activation)
 
 
 @jit()

@@ -7,9 +7,16 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from llmsched.kernels.reference import AttentionOptions
+from llmsched.kernels.reference import Activation, AttentionOptions
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
+from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling, num_processors, padded
+
+GATE_BLOCK = 1024
+
+
+def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> None:
+    """Do nothing: the kernel finds its work on the device."""
 
 
 def paged_attention(
@@ -21,6 +28,7 @@ def paged_attention(
     context_lens: Tensor,
     *,
     tiling: Tiling | None = None,
+    work: None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous.
@@ -138,6 +146,90 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
             num_warps=1,
             enable_fp_fusion=True,
         )
+
+
+def add_norm(
+    residual: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    branch_weight: Tensor | None = None,
+) -> Tensor:
+    """Compute `reference.add_norm` of contiguous tensors."""
+    tokens, size = residual.shape
+    output = torch.empty_like(residual)
+    if tokens:
+        norm_kernel[(tokens,)](
+            residual,
+            residual if branch is None else branch,
+            weight if branch_weight is None else branch_weight,
+            weight,
+            output,
+            eps,
+            offset,
+            SIZE=size,
+            BLOCK=padded(size),
+            BRANCH=branch is not None,
+            BRANCH_NORM=branch_weight is not None,
+            num_warps=4 if size <= 2048 else 8,
+            enable_fp_fusion=True,
+        )
+    return output
+
+
+def rotate_and_write(
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+) -> Tensor:
+    """Compute `reference.rotate_and_write` of contiguous tensors."""
+    tokens, size = projected.shape
+    _, kv_heads, block_size, head_dim = key_cache.shape
+    heads = size // head_dim - 2 * kv_heads
+    query = projected.new_empty(tokens, heads, head_dim)
+    if tokens:
+        rotary_kernel[(tokens, heads + 2 * kv_heads)](
+            projected,
+            cos,
+            sin,
+            cos if query_weight is None else query_weight,
+            cos if key_weight is None else key_weight,
+            query,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            eps,
+            offset,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            BLOCK_H=padded(head_dim // 2),
+            NORM=query_weight is not None,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+    return query
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Compute `reference.gated` of a contiguous tensor."""
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    output = gate_up.new_empty(tokens, size)
+    if tokens:
+        grid = (tokens, -(-size // GATE_BLOCK))
+        gate_kernel[grid](gate_up, output, SIZE=size, BLOCK=GATE_BLOCK, GELU=activation == "gelu_tanh")
+    return output
 
 
 def _check_heads(rows: Tensor) -> None:

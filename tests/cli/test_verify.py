@@ -53,16 +53,16 @@ def test_the_json_contract(command: CommandLine, model: str) -> None:
         assert 0 < check["max_abs_logit_diff"] < 1e-4
         assert check["tolerance"] == 1e-4
         assert check["partings"] == check["problems"] == []
-    assert answer["dtype"] == "float32"
+    assert (answer["dtype"], answer["model_impl"]) == ("float32", "fused")
     assert (answer["num_prompts"], answer["num_tokens"], answer["seed"]) == (2, 4, 5)
 
 
 def test_what_a_person_sees(command: CommandLine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    outcome = command("verify", model, "--dtype", "float32", *SMALL)
+    outcome = command("verify", model, "--dtype", "float32", *SMALL, "--model-impl", "transformers")
     assert outcome.code == 0
-    assert "in float32 on cpu, compared with plain transformers" in outcome.out
+    assert "in float32 on cpu, transformers layers, compared with plain transformers" in outcome.out
     assert "32, 32 cached tokens" in outcome.out
     assert "preemptions, " in outcome.out
     assert "float32: 0.0001" in outcome.out

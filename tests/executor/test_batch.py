@@ -46,6 +46,7 @@ def test_pack_equals_the_definition() -> None:
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.slot_mapping.tolist() == slots
+    assert batch.slot_mapping.flags.c_contiguous
     assert batch.cu_seqlens_q.tolist() == bounds
     assert batch.context_lens.tolist() == [9, 17, 30, 5, 8]
     assert batch.block_tables.shape == (GROUPS, 5, 8)

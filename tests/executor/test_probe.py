@@ -21,7 +21,7 @@ from llmsched.engine.architecture.shape import rotary_limit
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.paged import LayerShape
-from llmsched.engine.model.probe import FULL, UNKNOWN, check_keywords, probe, window_of
+from llmsched.engine.model.probe import FULL, UNKNOWN, AttentionCall, check_keywords, probe, window_of
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -61,9 +61,19 @@ def executor(model: Any, **settings: Any) -> TorchExecutor:
 
 
 def test_shapes_come_from_the_model() -> None:
-    assert probe(build_model("qwen3")) == ([LayerShape(kv_heads=2, key_dim=32, value_dim=32)] * 3, 320)
-    layers, _ = probe(from_type("deepseek_v3", **MLA))
-    assert layers == [LayerShape(kv_heads=4, key_dim=24, value_dim=12)] * 2
+    shape = LayerShape(kv_heads=2, key_dim=32, value_dim=32)
+    assert probe(build_model("qwen3")) == ([AttentionCall(shape, 32**-0.5, None, False)] * 3, 320)
+    calls, _ = probe(from_type("deepseek_v3", **MLA))
+    assert [call.shape for call in calls] == [LayerShape(kv_heads=4, key_dim=24, value_dim=12)] * 2
+
+
+def test_options_of_attention_come_from_the_model() -> None:
+    calls, _ = probe(build_model("gemma2"))
+    assert [(call.scale, call.softcap, call.shape.window) for call in calls[:2]] == [
+        (24**-0.5, 5.0, WINDOW),
+        (24**-0.5, 5.0, None),
+    ]
+    assert all(call.has_sinks for call in probe(build_model("gpt_oss"))[0])
 
 
 def test_keys_and_values_of_different_width() -> None:

@@ -17,12 +17,20 @@ from numba import types
 from llmsched.kernels.cpu import openmp
 from llmsched.kernels.cpu.compiled import c_function
 
-RECORD = np.dtype([("num_threads", np.intp), ("visits", np.intp, 64)])
+Arguments = openmp.arguments_type(addresses=("visits",), sizes=(), floats=("unused",))
 
 
-@c_function(types.CPointer(numba.from_dtype(RECORD)))
+@c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
 def visit(pointer: Any) -> None:
-    numba.carray(pointer, 1)[0].visits[openmp.thread_num()] += 1
+    numba.carray(openmp.as_pointer(numba.carray(pointer, 1)[0].visits), 64, np.intp)[openmp.thread_num()] += 1
+
+
+def visits(*, parallel: bool) -> tuple[int, list[int]]:
+    """Return the number of threads that `run` said, and how often each of up to 64 threads ran the body."""
+    counts = np.zeros(64, np.intp)
+    arguments = Arguments(counts.ctypes.data)
+    openmp.run(visit, arguments, parallel=parallel)
+    return arguments.num_threads, counts.tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -30,20 +38,15 @@ def test_each_thread_runs_the_body_once(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        record = np.zeros(1, RECORD)
-        openmp.run(visit, record, parallel=True)
+        found = visits(parallel=True)
     finally:
         torch.set_num_threads(before)
     expected = threads if openmp.load_runtime() else 1
-    assert record["num_threads"] == expected
-    assert record["visits"][0].tolist() == [1] * expected + [0] * (64 - expected)
+    assert found == (expected, [1] * expected + [0] * (64 - expected))
 
 
 def test_not_parallel_is_the_calling_thread() -> None:
-    record = np.zeros(1, RECORD)
-    openmp.run(visit, record, parallel=False)
-    assert record["num_threads"] == 1
-    assert record["visits"][0].tolist() == [1] + [0] * 63
+    assert visits(parallel=False) == (1, [1] + [0] * 63)
 
 
 def test_the_runtime_is_torchs() -> None:

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from llmsched.kernels.triton import ops
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
+from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -40,7 +41,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 30
+    assert len(differences) == 44
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     assert differences["write_kv"] == 0
@@ -163,6 +164,25 @@ def test_small_kernels_compile(arch: int, tmp_path: Path) -> None:
     write = compile_ahead(write_kernel, arch, types, constants, num_warps=1)
     for compiled in (join, write):
         assert resources(compiled, tmp_path)["STACK"] == 0
+
+
+LAYER_KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
+    "norm": (norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "BRANCH": True, "BRANCH_NORM": True}, {}),
+    "rotary": (
+        rotary_kernel,
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 64, "NORM": True},
+        {"slot_mapping": "*i64"},
+    ),
+    "gate": (gate_kernel, {"SIZE": 14336, "BLOCK": ops.GATE_BLOCK, "GELU": True}, {}),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("name", LAYER_KERNELS)
+def test_layer_kernels_compile(name: str, arch: int, tmp_path: Path) -> None:
+    kernel, constants, types = LAYER_KERNELS[name]
+    types = {**dict.fromkeys(kernel.arg_names, "*bf16"), "eps": "fp32", "offset": "fp32", **types}
+    assert resources(compile_ahead(kernel, arch, types, constants), tmp_path)["STACK"] == 0
 
 
 class PretendedGpu:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from batches import Batch, Shape, make_batch
+from layers import NORM_CASES, gate_difference, norm_difference, rotary_difference
 from triton.runtime import interpreter
 
 from llmsched.kernels import reference
@@ -111,6 +112,15 @@ def main() -> None:
             differences[f"{case}, float32, 5 splits"] = attention_difference(case, torch.float32, splits=5)
     differences["mixed, float16"] = attention_difference(SHAPES[0], torch.float16)
     differences["decodes, float16, 3 splits"] = attention_difference(SHAPES[1], torch.float16, splits=3)
+    for dtype in (torch.float32, torch.float16):
+        for name in NORM_CASES:
+            differences[f"norm, {name}, {dtype}"] = norm_difference(ops, reference, name, 3, 70, dtype)
+        for norm in (False, True):
+            difference = rotary_difference(ops, reference, 5, dtype, dtype, norm=norm)
+            differences[f"rotary{' with norm' if norm else ''}, {dtype}"] = difference
+        for activation in ("silu", "gelu_tanh"):
+            name = f"gate, {activation}, {dtype}"
+            differences[name] = gate_difference(ops, reference, 2, 1100, dtype, activation)
     print(json.dumps(differences))
 
 

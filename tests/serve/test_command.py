@@ -71,7 +71,12 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
         folder, *options, LLMSCHED_API_KEY="k\n", LLMSCHED_ADMIN_API_KEY="a", LLMSCHED_PROFILES=str(tmp_path)
     ) as (child, url, printed):
         told = "".join(printed)
-        for part in ("float32 on cpu", "40 blocks of 16 tokens, 640 tokens", "served as tiny", "512 tokens, prompt"):
+        for part in (
+            "float32 on cpu, fused layers",
+            "40 blocks of 16 tokens, 640 tokens",
+            "served as tiny",
+            "512 tokens, prompt",
+        ):
             assert part in told
         assert "swap, 1.00 MiB of host memory for 85 blocks" in told
         assert "at most 48 tokens (max_num_batched_tokens)" in told  # the profile's

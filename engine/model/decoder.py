@@ -1,0 +1,204 @@
+"""Fused decoder: computes the layers of a transformers model with few, large operations.
+
+A layer is four matrix products (queries, keys and values in one; output; gate and up in one; down), attention, and
+four kernels between them: two that add a branch to the residual and normalise the sum, one that rotates and writes to
+the KV cache, and one gated activation. The decoder reads the model's own parameters: where it needs several matrices in
+one, the model's parameters become views of the joined matrix, so that the model takes no more memory and still works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.model.paged import KVCache, PagedContext, PagedModel
+from llmsched.engine.model.probe import AttentionCall
+from llmsched.engine.model.structure import LayerParts, UnknownStructureError, read_structure
+from llmsched.kernels.dispatch import backend_name, load_backend
+
+#: Number of tokens for which the decoder compares its logits with the model's.
+TRIAL_TOKENS = 16
+#: Largest norm of the differences of logits, relative to the logits' own spread, in float32 and in 16-bit types.
+#: Rounding alone gives 0.16 for SmolLM2-135M in bfloat16 (the tokens are random); a forgotten factor gives about 1.
+TRIAL_TOLERANCE, TRIAL_TOLERANCE_16 = 1e-3, 0.5
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Layer(NamedTuple):
+    """One layer. `next_norm` has the weights of the norm after the layer's MLP: the next layer's, or the last norm's.
+
+    `attention_norm` and `mlp_norm` are the weights with which a branch is normalised before it is added to the
+    residual, or None. `head_norms` are options of `rotate_and_write`. `rotary` is the number of the layer's rotary
+    embedding.
+    """
+
+    project: Product
+    head_norms: dict[str, Any]
+    rotary: int
+    call: AttentionCall
+    output: Product
+    attention_norm: Tensor | None
+    middle_norm: Tensor
+    gate_up: Product
+    down: Product
+    mlp_norm: Tensor | None
+    next_norm: Tensor
+
+
+class FusedDecoder:
+    """Decoder that runs a transformers model over the paged KV cache; see `PagedModel`.
+
+    The model must be in evaluation mode and on its device. `plain` is a slower wrapper of the same model, and `calls`
+    says how its layers call attention. Raises UnknownStructureError if the decoder does not know how to compute the
+    model, or if its logits differ from those of `plain`.
+    """
+
+    implementation: Literal["fused", "transformers"] = "fused"
+
+    def __init__(self, model: PreTrainedModel, plain: PagedModel, calls: Sequence[AttentionCall]) -> None:
+        parts = read_structure(model)
+        self.layers, self.vocab_size = plain.layers, plain.vocab_size
+        self._parts, self._device, self._dtype = parts, model.device, parts.norm.dtype
+        self._kernels: Any = load_backend(backend_name(model.device.type))
+        self._norm_options = {"eps": parts.rule.eps, "offset": parts.rule.offset}
+        self._windows = {call.shape.window for call in calls}
+        #: Different rotary embeddings, by the name with which the model asks for them; False stands for none.
+        self._rotaries: list[str | bool | None] = list(dict.fromkeys(_rotary(layer) for layer in parts.layers))
+        _check_calls(
+            calls, [cos.shape[1] for cos, _ in self._tables(parts.norm[None], torch.zeros_like(parts.norm[:1]))]
+        )
+        following = [layer.attention_norm for layer in parts.layers[1:]] + [parts.norm]
+        self._layers = [
+            self._fuse(layer, call, next_norm)
+            for layer, call, next_norm in zip(parts.layers, calls, following, strict=True)
+        ]
+        self._head = product([parts.head])
+        self._compare(plain)
+
+    def _fuse(self, layer: LayerParts, call: AttentionCall, next_norm: Tensor) -> Layer:
+        norms = {"query_weight": layer.query_norm, "key_weight": layer.key_norm, **self._norm_options}
+        return Layer(
+            project=product(layer.projections),
+            head_norms={} if layer.query_norm is None else norms,
+            rotary=self._rotaries.index(_rotary(layer)),
+            call=call,
+            output=product([layer.output]),
+            attention_norm=layer.branch_norms[0],
+            middle_norm=layer.mlp_norm,
+            gate_up=product(layer.gate_up),
+            down=product([layer.down]),
+            mlp_norm=layer.branch_norms[1],
+            next_norm=next_norm,
+        )
+
+    def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
+        """Compute logits; see `PagedModel.forward`."""
+        kernels, rule, activation = self._kernels, self._norm_options, self._parts.activation
+        lengths = (context.cu_seqlens_q, context.context_lens)
+        slots, block_tables = context.slot_mapping.unbind(0), context.block_tables.unbind(0)
+        works = {window: kernels.prepare_attention(*lengths, window) for window in self._windows}
+        residual = self._parts.embed(input_ids)
+        tables = self._tables(residual, positions)
+        normed = kernels.add_norm(residual, None, self._parts.layers[0].attention_norm, **rule)
+        for index, layer in enumerate(self._layers):
+            keys, values, group = context.cache.of_layer(index)
+            shape, scale, softcap, _ = layer.call
+            cos, sin = tables[layer.rotary]
+            query = kernels.rotate_and_write(
+                layer.project(normed), cos, sin, keys, values, slots[group], **layer.head_norms
+            )
+            attended = kernels.paged_attention(
+                query, keys, values, block_tables[group], *lengths,
+                scale=scale, window=shape.window, softcap=softcap, work=works[shape.window],
+            )  # fmt: skip
+            branch = layer.output(attended.flatten(1))
+            normed = kernels.add_norm(residual, branch, layer.middle_norm, branch_weight=layer.attention_norm, **rule)
+            branch = layer.down(kernels.gated(layer.gate_up(normed), activation))
+            normed = kernels.add_norm(residual, branch, layer.next_norm, branch_weight=layer.mlp_norm, **rule)
+        logits = self._head(normed if logit_rows is None else normed[logit_rows])
+        softcap = self._parts.softcap
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def _tables(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return cos and sin [T, D] of each rotary embedding, in the type of `hidden`."""
+        found = []
+        for kind in self._rotaries:
+            keyword = {} if kind is None or kind is False else {"layer_type": kind}
+            cos, sin = self._parts.rotary(hidden[None], positions[None], **keyword)
+            if kind is False:  # a rotation by nothing
+                cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+            found.append((cos[0].contiguous(), sin[0].contiguous()))
+        return found
+
+    def _compare(self, plain: PagedModel) -> None:
+        """Raise UnknownStructureError if the logits of a few tokens differ from those of `plain`."""
+        count, device = TRIAL_TOKENS, self._device
+        ids = torch.arange(count, device=device) * 7919 % self.vocab_size
+        positions = torch.arange(count, device=device)
+        logits = []
+        for model in (plain, self):
+            cache = KVCache.allocate(self.layers, 1, KVLayout(count), self._dtype, device)
+            lengths = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, count], [count])]
+            tables = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
+            with torch.inference_mode():
+                context = PagedContext(cache, positions[None], tables, *lengths)
+                logits.append(model.forward(ids, positions, context, None).float())
+        expected, found = logits
+        spread = (expected - expected.mean(1, keepdim=True)).norm()
+        difference = float((found - expected).norm() / spread)
+        if not difference <= (TRIAL_TOLERANCE if self._dtype == torch.float32 else TRIAL_TOLERANCE_16):
+            raise UnknownStructureError(f"its logits would differ by {difference:.2g} of their spread")
+
+
+def _rotary(layer: LayerParts) -> str | bool | None:
+    return layer.kind if layer.rotates else False
+
+
+def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None:
+    """Raise UnknownStructureError for attention that the decoder does not know."""
+    for shape, _, _, has_sinks in calls:
+        if has_sinks:
+            raise UnknownStructureError("attention has sinks")
+        if shape.key_dim != shape.value_dim:
+            raise UnknownStructureError("keys and values differ in width")
+        if set(rotated) != {shape.key_dim}:
+            raise UnknownStructureError(f"{rotated} of {shape.key_dim} dimensions of a head have a rotary embedding")
+
+
+def product(linears: Sequence[nn.Linear]) -> Product:
+    """Return a function that computes all of these projections in one product.
+
+    Their parameters become views of joined tensors. Raises UnknownStructureError if only some have a bias.
+    """
+    biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
+    if biases and len(biases) < len(linears):
+        raise UnknownStructureError("only some of the projections have a bias")
+    weight, bias = joined([linear.weight for linear in linears]), joined(biases) if biases else None
+    return lambda rows: F.linear(rows, weight, bias)
+
+
+def joined(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parameters in one tensor, of which the parameters become views."""
+    first = parameters[0].detach()
+    place, storage, size = first.storage_offset(), first.untyped_storage().data_ptr(), 0
+    for parameter in parameters:  # parameters that were joined before stay where they are
+        if parameter.untyped_storage().data_ptr() != storage or parameter.storage_offset() != place + size:
+            break
+        size += parameter.numel()
+    else:
+        rows = sum(len(parameter) for parameter in parameters)
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    views = torch.split(whole, [len(parameter) for parameter in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
+    if whole.device.type == "cuda":
+        torch.cuda.empty_cache()  # else the separate matrices would stay reserved
+    return whole

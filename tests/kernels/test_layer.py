@@ -1,0 +1,93 @@
+"""Ops between a layer's matrix products: the reference against plain torch, the CPU kernels against the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import NORM_CASES, gate_difference, norm_difference, normal, rotary_difference
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from llmsched.kernels import reference
+from llmsched.kernels.cpu import ops
+
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+#: Tokens that one thread computes alone, and tokens for all threads.
+TOKENS = (1, 3, 300)
+
+
+def tolerance(dtype: torch.dtype, largest: float = 8.0) -> float:
+    """float32: 1e-5. Half types: results that differ by float32's rounding may round to neighbours."""
+    return 1e-5 if dtype == FLOAT32 else largest * torch.finfo(dtype).eps
+
+
+def test_reference_norm_is_torchs() -> None:
+    rows, weight = normal(5, 24), normal(24, seed=1)
+    expected = F.rms_norm(rows, (24,), weight + 1, 1e-5)
+    torch.testing.assert_close(reference.rms_norm(rows, weight, 1e-5, 1.0), expected)
+
+
+def test_reference_rotation_is_that_of_transformers() -> None:
+    vectors, angles = normal(5, 3, 16), normal(5, 8, seed=1).repeat(1, 2)
+    packed = vectors.transpose(0, 1)[None]
+    expected, _ = apply_rotary_pos_emb(packed, packed, angles.cos()[None], angles.sin()[None])
+    found = reference.rotate(vectors, angles.cos(), angles.sin())
+    torch.testing.assert_close(found, expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_reference_gate_is_torchs(activation: reference.Activation) -> None:
+    gate, up = normal(5, 12), normal(5, 12, seed=1)
+    expected = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    torch.testing.assert_close(reference.gated(torch.cat([gate, up], 1), activation), expected)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("case", NORM_CASES)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_norm(dtype: torch.dtype, case: str, tokens: int) -> None:
+    assert norm_difference(ops, reference, case, tokens, 70, dtype) <= tolerance(dtype)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "cached"),
+    [(FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT32, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT16, BFLOAT16)],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_rotation(dtype: torch.dtype, cached: torch.dtype, norm: bool, tokens: int) -> None:
+    coarser = max(dtype, cached, key=lambda each: torch.finfo(each).eps)
+    assert rotary_difference(ops, reference, tokens, dtype, cached, norm=norm) <= tolerance(coarser)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gate(dtype: torch.dtype, activation: reference.Activation, tokens: int) -> None:
+    assert gate_difference(ops, reference, tokens, 70, dtype, activation) <= tolerance(dtype, 1)
+
+
+def test_bfloat16_is_rounded_to_the_nearest_and_nan_stays() -> None:
+    """Sums of two bfloat16 numbers, for which float32 is exact, are rounded like torch rounds them."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BFLOAT16)
+    residual, branch = numbers.clone().view(1, -1), numbers.roll(12345).view(1, -1)
+    expected = residual + branch
+    ops.add_norm(residual, branch, torch.ones(numbers.numel(), dtype=BFLOAT16), eps=1e-5)
+    torch.testing.assert_close(residual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
+    rows, weight = normal(300, 70, dtype=BFLOAT16), normal(70, seed=1, dtype=BFLOAT16)
+    together = ops.add_norm(rows.clone(), None, weight, eps=1e-5)
+    alone = ops.add_norm(rows[7:8].clone(), None, weight, eps=1e-5)
+    torch.testing.assert_close(together[7:8], alone, rtol=0, atol=0)
+
+
+def test_a_wrong_kernel_would_be_seen() -> None:
+    def scaled(*arguments: object, **options: object) -> torch.Tensor:
+        return 1.01 * reference.add_norm(*arguments, **options)  # type: ignore[arg-type]
+
+    assert norm_difference(SimpleNamespace(add_norm=scaled), reference, "branch", 3, 70, FLOAT32) > 1e-3
