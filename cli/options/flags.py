@@ -22,6 +22,8 @@ R = TypeVar("R")
 F = TypeVar("F")
 V = TypeVar("V")
 
+_DURATION = "DURATION"
+
 #: The MODEL argument of every command. Give it the default None and pass it to `resolve_model`.
 ModelArgument = Annotated[
     str | None,
@@ -47,7 +49,7 @@ def resolve_model(argument: str | None) -> str:
 
 def duration_option(help: str, **settings: Any) -> Any:
     """Return an option whose value is a duration such as 800ms. The command receives the duration in seconds."""
-    return typer.Option(parser=typed(duration), metavar="DURATION", help=help, **settings)
+    return typer.Option(parser=typed(duration), metavar=_DURATION, help=help, **settings)
 
 
 def quantization_option(doing: str) -> Any:
@@ -107,15 +109,19 @@ def with_options(
 
     The annotation of a field holds its typer.Option. `make` receives an instance of `flags`. The command receives the
     result as its keyword argument `keyword`. `shown` maps fields whose default is None to the default that the help
-    states.
+    states. The help states the default of a duration in seconds, with the unit.
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)
-    for name, default in shown.items():
-        kind, option = get_args(types[name])
+    for f in fields(flags):
+        kind, option = get_args(types[f.name])
         option = copy(option)
-        option.show_default = str(default)
-        types[name] = Annotated[kind, option]
+        if f.name in shown:
+            option.show_default = str(shown[f.name])
+        elif option.metavar == _DURATION and isinstance(f.default, float) and option.show_default is True:
+            option.show_default = False
+            option.help += f"  [default: {f.default:g}s]"
+        types[f.name] = Annotated[kind, option]
     options = [option_parameter(f.name, types[f.name], f.default) for f in fields(flags)]
     return replace_keyword(keyword, options, lambda values: make(flags(**values)))
 

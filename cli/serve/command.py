@@ -88,7 +88,6 @@ class ServerFlags:
         float,
         duration_option(
             "Time that running requests get to finish after SIGTERM or Ctrl-C. The process exits at most 2s later.",
-            show_default="30s",
         ),
     ] = 30.0
     step_timeout: Annotated[
@@ -96,14 +95,11 @@ class ServerFlags:
         duration_option(
             "Time without a finished step, while requests wait, after which /health answers 503; 0 turns this off. A "
             "full step must take less time: a large model on a slow CPU needs minutes.",
-            show_default="300s",
         ),
     ] = 300.0
     status_interval: Annotated[
         float,
-        duration_option(
-            "Time between two status lines in the log while there is traffic; 0 logs none.", show_default="10s"
-        ),
+        duration_option("Time between two status lines in the log while there is traffic; 0 logs none."),
     ] = 10.0
     metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")] = (
         "llmsched"

@@ -34,21 +34,20 @@ class HttpLimits:
     ] = None
     header_timeout: Annotated[
         float,
-        duration_option("Time that a client has to send the headers of a request.", show_default="10s"),
+        duration_option("Time that a client has to send the headers of a request."),
     ] = 10.0
     body_timeout: Annotated[
         float,
-        duration_option("Time that a client has to send the body of a request.", show_default="60s"),
+        duration_option("Time that a client has to send the body of a request."),
     ] = 60.0
     send_timeout: Annotated[
         float,
-        duration_option("Time within which a client must read some more of its answer.", show_default="60s"),
+        duration_option("Time within which a client must read some more of its answer."),
     ] = 60.0
     keep_alive_timeout: Annotated[
         float,
         duration_option(
             "Time that a connection stays open without a request. Keep it above that of a proxy in front.",
-            show_default="75s",
         ),
     ] = 75.0
     sse_keep_alive: Annotated[
@@ -56,7 +55,6 @@ class HttpLimits:
         duration_option(
             "Time without an event after which a stream sends a comment line, so that proxies keep it open; 0s sends "
             "none.",
-            show_default="15s",
         ),
     ] = 15.0
     max_body_size: Annotated[

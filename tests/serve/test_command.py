@@ -182,6 +182,7 @@ def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "llmsched serve demo" in out
     assert "--max-num-batched-tokens" in out
+    assert all(f"[default: {default}]" in out for default in ("30s", "300s", "75s"))
 
 
 @pytest.mark.parametrize(
