@@ -65,6 +65,7 @@ _GROUPED = "intermediate_size num_key_value_heads"
 _WIDE = f"{_GROUPED} head_dim"
 _LOCAL = "num_local_experts num_experts_per_tok"
 _EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
+_SHARED = f"{_EXPERTS} shared_expert_intermediate_size"
 _DELTA = "linear_num_value_heads linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
 _MLA = "kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"
 _ROUTED = "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace"
@@ -77,6 +78,7 @@ _GEMMA = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias")
 _COHERE = replace(_GEMMA, norms=1)
 _LLAMA = replace(_GEMMA, mlp_bias="mlp_bias")
 _QWEN2 = DecoderParts(qkv_bias=True)
+_QWEN2_MOE = replace(_QWEN2, experts="moe_intermediate_size", shared_gate=True)
 _GLM = DecoderParts(qkv_bias="attention_bias")
 _QWEN3 = replace(_GEMMA, qk_norm="head")
 _NEXT = replace(_QWEN3, gated_query=True)
@@ -142,20 +144,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "granitemoe": _family(replace(_GEMMA, experts="intermediate_size"), f"{_GROUPED} {_LOCAL}"),
     "minimax_m2": _family(replace(_MIXTRAL, qk_norm="all"), f"{_WIDE} {_LOCAL}"),
-    "qwen2_moe": _family(
-        replace(_QWEN2, experts="moe_intermediate_size", shared_gate=True),
-        f"{_GROUPED} {_EXPERTS} shared_expert_intermediate_size decoder_sparse_step",
-    ),
+    "qwen2_moe": _family(_QWEN2_MOE, f"{_GROUPED} {_SHARED} decoder_sparse_step"),
     "qwen3_moe": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS} decoder_sparse_step"),
     "qwen3_vl_moe_text": _family(_QWEN3_MOE, f"{_WIDE} {_EXPERTS} decoder_sparse_step", tie_word_embeddings=True),
-    "qwen3_next": _family(
-        _NEXT_MOE,
-        f"{_WIDE} {_EXPERTS} {_DELTA} shared_expert_intermediate_size",
-        full_attention_interval=4,
-    ),
+    "qwen3_next": _family(_NEXT_MOE, f"{_WIDE} {_SHARED} {_DELTA}", full_attention_interval=4),
     "qwen3_5_moe_text": _family(
-        _NEXT_MOE,
-        f"num_key_value_heads head_dim {_EXPERTS} {_DELTA} shared_expert_intermediate_size layer_types mamba_ssm_dtype",
+        _NEXT_MOE, f"num_key_value_heads head_dim {_SHARED} {_DELTA} layer_types mamba_ssm_dtype"
     ),
     "gpt_oss": _family(
         replace(_GEMMA, sinks=True, experts="intermediate_size", expert_bias=True),

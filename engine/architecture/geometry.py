@@ -46,7 +46,7 @@ _PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 #: Families in which `sliding_window` applies to every layer if the config has no layer_types.
 _WINDOW_EVERYWHERE = frozenset({"mistral", "mixtral", "phi3", "starcoder2", "ministral"})
 
-#: Families whose configs state head_dim if it is not hidden_size / heads, which is then mostly no power of two.
+#: Families in which hidden_size / heads is mostly a power of two, unless the config states another head_dim.
 _MAY_STATE_HEAD_DIM = frozenset({"llama", "mistral", "mixtral", "granite"})
 
 #: Names of settings that may change what layers cache.
@@ -280,7 +280,7 @@ class LayerReader:
             )
         heads = self.fields.values.get("num_attention_heads")
         if kind == "full" and isinstance(heads, int) and heads % kv_heads:
-            raise ModelError(f"config has {heads} attention heads, which is no multiple of its {kv_heads} KV heads")
+            raise ModelError(f"config has {heads} attention heads, which is not a multiple of its {kv_heads} KV heads")
         names = ("attention_window_size", "sliding_window", "attention_chunk_size", "sliding_window_size")
         window = next((size for name in names if (size := self._own(name, kind, layer))), None)
         window = window if kind == "window" else None

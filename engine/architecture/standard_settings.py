@@ -45,8 +45,10 @@ _PURE_STATE: dict[str, Mapping[str, str]] = {
 }
 _PURE_STATE["falcon_mamba"] = _PURE_STATE["mamba"]
 
-#: Settings of one attention layer in block_configs that change nothing that is cached or loaded.
+#: Settings of an attention layer in block_configs that `_from_blocks` reads.
 _BLOCK_READ = frozenset({"no_op", "n_heads_in_group", "num_key_value_heads", "replace_with_linear", "window_length"})
+#: Settings of an MLP in block_configs that may change its weights but are not read.
+_MLP_UNREAD = frozenset({"replace_with_linear", "sparsify", "moe"})
 
 
 def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,9 +87,6 @@ def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
     others = {name for each in attention for name, value in each.items() if value and name not in _BLOCK_READ}
     others |= {f"ffn_{name}" for each in mlps for name, value in each.items() if value and name in _MLP_UNREAD}
     return found | {f"block_configs.{name}": True for name in others}
-
-
-_MLP_UNREAD = frozenset({"replace_with_linear", "sparsify", "moe"})
 
 
 def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
