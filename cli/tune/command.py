@@ -85,9 +85,9 @@ def tune(
         JudgedBy,
         typer.Option(
             "--rate",
-            help="Rate by which settings are judged. knee: the highest request rate at which they meet the SLOs, or "
-            "the given load if it is at or past the default's knee. given: exactly the given load, with a look at 1.5 "
-            "and 2 times its rate; without an SLO, always given.",
+            help="knee: judge settings by the highest request rate at which they meet the SLOs, or under the given "
+            "load if it is at or past the default's knee. given: judge them under exactly the given load, and show "
+            "what happens at 1.5 and 2 times its rate. Without an SLO, always given.",
         ),
     ] = "knee",
     resume: Annotated[
@@ -210,9 +210,9 @@ def _announce(task: TuneTask, writes: bool, asks: bool) -> None:
     if writes:
         render.note(f"the settings found will be written to {task.destination}")
     elif asks:
-        render.note(f"at the end you are asked whether the settings found are written to {task.destination}")
+        render.note(f"at the end, you will be asked whether to write the settings to {task.destination}")
     else:
-        render.note("no profile will be written: without an SLO that needs --output NAME")
+        render.note("no profile will be written, because no SLO is given; to write one, add --output NAME")
 
 
 def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:

@@ -30,7 +30,7 @@ def gain(outcome: TuneOutcome) -> float | None:
 
 
 def conclusion(outcome: TuneOutcome) -> str:
-    """Return sentences that explain the choice, name its gain over the default, and compare the load with its knee."""
+    """Return sentences that explain the choice, name its gain over the default, and compare its knee with the load."""
     history, rates, best = outcome.history, outcome.rates, best_trial(outcome.history)
     if best is None:
         return explain(history)

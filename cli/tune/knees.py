@@ -114,7 +114,7 @@ class KneeFinder:
     async def trial(self, setting: Setting, rate: float | None) -> Trial:
         """Return the result of a setting at a rate. If there is none yet, run the setting.
 
-        Raises OutOfTimeError if the time limit ends the run or if there is no prediction.
+        Raises OutOfTimeError if the time limit ends the run, or if the cost model predicts no run.
         """
         if (known := self.trials.get((setting, rate))) is None:
             requests = self.requests(rate)
@@ -170,7 +170,7 @@ def scalable(load: Load) -> bool:
 
 
 def given_rate(load: Load, served: Trial) -> float | None:
-    """Return the mean request rate of a load; inf if all requests are sent at once, None without a single rate.
+    """Return the mean request rate of a load: inf if it sends all requests at once, None if it has no single rate.
 
     For a closed loop, return the rate of `served`, the default's result under this load.
     """

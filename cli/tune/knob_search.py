@@ -15,7 +15,7 @@ from llmsched.cli.tune.trial_runs import TrialRun
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Space of a search: the knobs to vary, the values to try, and the setting to start from.
+    """Space of settings to search: the knobs to vary, the values to try, and the setting to start from.
 
     `budgets` are the values of max_num_batched_tokens to try, ascending. `max_num_seqs` and `max_headroom` are the
     largest values to try. `refused` maps budgets that do not fit into memory to the reason.
@@ -47,7 +47,7 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
     for knob in space.knobs:
         if knob == "max_num_batched_tokens":
             continue
-        settings = _next(knob, space, history)
+        settings = _candidates(knob, space, history)
         if isinstance(settings, str):
             notes.append(f"{knob} was not searched: {settings}")
         elif race.out_of_time:
@@ -91,7 +91,7 @@ async def _look_around(space: SearchSpace, race: Race) -> None:
         leader = leading_trial(race.history) or leader
 
 
-def _next(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
+def _candidates(knob: str, space: SearchSpace, history: TrialHistory) -> Sequence[Setting] | str:
     """Return the settings to compare for a knob, starting with the best so far, or the reason to skip the knob."""
     incumbent = leading_trial(history)
     known = [run.demand for run in history.all_runs if run.demand is not None]

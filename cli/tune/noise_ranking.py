@@ -20,7 +20,7 @@ from llmsched.cli.tune.trial_runs import TrialRun
 NOISE_FLOOR = 0.02
 NOISE_CEILING = 0.04
 
-#: A ranking is settled if, with 95 % confidence, no setting beats the apparent best by more than this share.
+#: A ranking is settled if, with 95 % confidence, no setting beats the `best` by more than this share.
 REGRET = 0.03
 
 #: Smallest standard deviation assumed for the log score of the longest runs, because a few repeats may agree by chance.
@@ -46,11 +46,9 @@ class Ranking:
         scored = [(run, value) for run, value in scored if run.setting not in zero]
         settings = list(dict.fromkeys(run.setting for run, _ in scored))
         rounds = list(dict.fromkeys(run.round_index for run, _ in scored))
-        design = np.zeros((len(scored), len(settings) + max(0, len(rounds) - 1)))
-        for row, (run, _) in enumerate(scored):
-            design[row, settings.index(run.setting)] = 1
-            if after_first := rounds.index(run.round_index):
-                design[row, len(settings) + after_first - 1] = 1
+        columns = [[run.setting == setting for run, _ in scored] for setting in settings]
+        columns += [[run.round_index == index for run, _ in scored] for index in rounds[1:]]
+        design = np.array(columns, dtype=float).reshape(len(columns), len(scored)).T
         logs = np.array([math.log(value) for _, value in scored])
         weights = np.array([float(run.requests) for run, _ in scored])
         weights /= weights.max(initial=1.0)
@@ -90,7 +88,7 @@ class Ranking:
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
 
     def settled(self, settings: Sequence[Setting]) -> bool:
-        """Return True if, with 95 % confidence, no setting beats the apparent best by more than the share REGRET."""
+        """Return True if, with 95 % confidence, no setting beats the `best` by more than the share REGRET."""
         best = self.best(settings)
         quantile = _T95[max(dof for dof in _T95 if dof <= self._dof)] if self._dof else math.inf
         return all(

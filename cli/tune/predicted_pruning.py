@@ -26,9 +26,9 @@ MOST_ERROR = 0.5
 def hopeless(settings: Sequence[Setting], predicted: Predictions, history: TrialHistory) -> dict[Setting, str]:
     """Return the settings that cannot be the best according to the predictions, each mapped to the reason.
 
-    `predicted` has predicted runs of `settings` and of those measured so far. Settings are compared by throughput, an
-    upper bound of goodput, because near an SLO a small error in latency can change goodput to 0. Latencies are compared
-    with the SLOs separately.
+    `predicted` has predicted runs of `settings` and of the settings measured so far. Settings are compared by
+    throughput, an upper bound of goodput, because near an SLO a small error in latency can change goodput to 0.
+    Latencies are compared with the SLOs separately.
     """
     table = history.ranking("throughput")
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].rate("throughput")]

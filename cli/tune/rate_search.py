@@ -34,8 +34,8 @@ _LEAST_GOOD = 0.97
 class RateSearch:
     """Search that compares the settings of `space` with the default and chooses one.
 
-    `race` returns a race at a rate (None: the given load). `guess` has the knees that a cost model predicts; None on a
-    virtual clock. The results are in `history`, which has the default, and in `rates`; `notes` are for the user.
+    `race` returns a race at a rate (None: the given load). `finder` finds knees with runs, and `guess` with predictions
+    of a cost model (None on a virtual clock). The results are in `history` and `rates`; `notes` are for the user.
     """
 
     history: TrialHistory
@@ -52,7 +52,7 @@ class RateSearch:
         return self.history.default
 
     async def at_given(self) -> Setting | None:
-        """Return the best setting under the given load; None if none is feasible."""
+        """Search under the given load. Return the best setting, or None if no setting is feasible."""
         self.notes += await search(self.space, await self.race(None))
         self.rates.given = given_rate(self.load, self.history.trial(self.default))
         if (best := best_trial(self.history)) is None:
@@ -62,7 +62,7 @@ class RateSearch:
         return best.setting
 
     async def by_knee(self) -> Setting | None:
-        """Return the setting with the highest knee; None if none is feasible.
+        """Search for the highest knee. Return the setting that has it, or None if no setting is feasible.
 
         If the given load is at or past the default's knee, the settings are compared under the given load, else at the
         default's knee. Those that meet the SLOs there are run at higher rates until the last one misses an SLO.
@@ -81,18 +81,19 @@ class RateSearch:
         if best is None:
             return None
         if race.out_of_time and best == self.default:
-            self.notes.append("the time was too short to compare the settings, so the default stays: --time-limit")
+            self.notes.append(
+                "the time is too short to compare settings, so the default stays; set a longer --time-limit"
+            )
         elif self.rates.light or self.rates.default.missed is None:
             self._note_alike(self.history.trial(best))
         self.rates.best = self.finder.bounds(best)
         knee = None if self.rates.light else self.rates.best.met
         await self._compare(best, "knee", knee)
-        if best == self.default or (worse := next(filter(self._worse, self.rates.rows), None)) is None:
-            return best
-        self.notes.append(f"the default stays: the setting with the highest knee is worse at {worse.rate:.3g}/s")
-        self.rates.best, self.rates.rows = self.rates.default, []
-        await self._compare(self.default, "knee", knee)
-        return self.default
+        if best != self.default and (worse := next(filter(self._worse, self.rates.rows), None)):
+            self.notes.append(f"the default stays: the setting with the highest knee is worse at {worse.rate:.3g}/s")
+            best, self.rates.best, self.rates.rows = self.default, self.rates.default, []
+            await self._compare(best, "knee", knee)
+        return best
 
     @property
     def _open_rate(self) -> float | None:

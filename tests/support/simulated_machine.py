@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llmsched.cli.tune.knobs import PeakDemand, Setting
 from llmsched.cli.tune.preference import best_trial
 from llmsched.cli.tune.trial_history import TrialHistory
-from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
+from llmsched.cli.tune.trial_runs import Predictions, ThinnedSamples, TrialRun
 
 Figure = Callable[[Setting], float]
 
@@ -67,9 +67,7 @@ class SimulatedMachine:
         await asyncio.sleep(run.seconds)
         return run
 
-    def predict(
-        self, settings: Sequence[Setting], requests: int, rate: float | None = None
-    ) -> Mapping[Setting, TrialRun]:
+    def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
         if self._says is None:
             return {}
         return {s: made_run(s, requests, 0, self._says(s), self.itl(s), self._running) for s in settings}

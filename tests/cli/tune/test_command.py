@@ -96,7 +96,7 @@ def test_without_an_slo_nothing_is_written_unasked(
     goal, place = outcome.err.splitlines()[:2]
     assert "no SLO given" in goal
     assert "the highest throughput under this load wins" in goal
-    assert "no profile will be written: without an SLO that needs --output" in place
+    assert "no profile will be written, because no SLO is given; to write one, add --output" in place
     assert "no profile was written; to save these settings, run the command again with --output NAME" in outcome.out
     assert not list((tmp_path / "profiles").iterdir())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import mean
@@ -19,7 +19,7 @@ from llmsched.cli.tune.knobs import KNOBS, PeakDemand, Setting, powers_of_two
 from llmsched.cli.tune.preference import best_trial
 from llmsched.cli.tune.race import Race, rung_lengths
 from llmsched.cli.tune.trial_history import TrialHistory
-from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.cli.tune.trial_runs import Predictions
 from llmsched.engine.goodput import Slo
 
 BUDGETS = tuple(powers_of_two(32, 1024))
@@ -120,9 +120,7 @@ def test_a_model_that_is_wrong_does_not_hide_the_only_good_setting() -> None:
     """The model is right at both ends and predicts that all settings between miss the SLO; only 128 meets it."""
 
     class Misled(SimulatedMachine):
-        def predict(
-            self, settings: Sequence[Setting], requests: int, rate: float | None = None
-        ) -> Mapping[Setting, TrialRun]:
+        def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
             ends = (BUDGETS[0], BUDGETS[-1])
             itl = {s: 0.4 if s.max_num_batched_tokens in ends else 2.0 for s in settings}
             return {s: made_run(s, requests, 0, 100.0, itl[s]) for s in settings}

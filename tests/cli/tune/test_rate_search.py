@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,15 +20,14 @@ from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.cli.tune.explanation import explain
-from llmsched.cli.tune.knees import KneeBounds, KneeFinder, given_rate
+from llmsched.cli.tune.knees import KneeBounds, KneeFinder
 from llmsched.cli.tune.knob_search import SearchSpace
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.preference import best_trial
-from llmsched.cli.tune.race import OutOfTimeError, Race
+from llmsched.cli.tune.race import OutOfTimeError, Race, TrialRunner
 from llmsched.cli.tune.rate_search import RateSearch
 from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
-from llmsched.cli.tune.trials import judge
 from llmsched.cli.tune.tuning import TuneTask, tune_simulated
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo
@@ -147,7 +146,7 @@ def test_the_report_shows_the_default_the_gain_and_the_distance(tune: Callable[.
 # -- on a machine whose capacity is known ------------------------------------------------------------------------
 
 
-class Capacity:
+class Capacity(TrialRunner):
     """TrialRunner whose settings meet the SLO up to a rate. A closed or slow load takes `seconds` of virtual time."""
 
     def __init__(self, capacity: Mapping[Setting, float], seconds: float = 1.0, margin: float = 0.5) -> None:
@@ -164,11 +163,6 @@ class Capacity:
         samples = {**run.samples, "ttft": ThinnedSamples((ttft,), requests, ttft * requests, ttft)}
         good = requests // 2 if late else requests
         return replace(run, samples=samples, met={"ttft": good, "all": good})
-
-    def predict(
-        self, settings: Sequence[Setting], requests: int, rate: float | None = None
-    ) -> Mapping[Setting, TrialRun]:
-        return {}
 
 
 LOAD = SyntheticLoad(num_prompts=20, request_rate=4.0)
@@ -237,37 +231,8 @@ def test_without_time_the_default_stays() -> None:
     assert best == DEFAULT
     assert [setting for setting, _ in machine.log] == [DEFAULT] * 3, "the fourth is stopped"
     assert chooser.finder.out_of_time
-    assert any("so the default stays: --time-limit" in note for note in chooser.notes)
+    assert any("so the default stays; set a longer --time-limit" in note for note in chooser.notes)
     assert chooser.history.trial(DEFAULT).completed
     nothing, chooser = chosen(machine, time_limit=5.0)
     assert nothing is None
     assert "nothing was measured; set a longer --time-limit" in explain(chooser.history)
-
-
-def test_runs_last_long_enough_to_show_a_backlog() -> None:
-    """At 100 requests/s, an SLO of 0.8 s takes 4 s, 400 requests; a measured run may last 2 s at most."""
-
-    def requests(longest: float, slo: Slo = SLO, load: Load = LOAD) -> int:
-        machine = Capacity({})
-        finder = KneeFinder(machine, load, slo, least=20, longest=longest, tolerance=0.1)
-        return finder.requests(100.0)
-
-    assert requests(30.0) == 400
-    assert requests(2.0) == 200
-    assert requests(0.5) == 20, "the SLO is too loose for such a short run"
-    assert requests(30.0, Slo(tpot=0.1)) == 20
-    assert requests(30.0, load=SyntheticLoad(num_prompts=None, duration=3.0, request_rate=4.0)) > 200
-
-
-@pytest.mark.parametrize(
-    ("load", "rate"),
-    [
-        (LOAD, 4.0),
-        (SyntheticLoad(num_prompts=20, max_concurrency=4), 3.0),
-        (SyntheticLoad(num_prompts=20), float("inf")),
-        (SyntheticLoad(num_prompts=20, request_rate=2.0, arrivals="ramp", ramp_to=9.0), None),
-    ],
-)
-def test_the_rate_of_a_load(load: Load, rate: float | None) -> None:
-    served = judge(DEFAULT, [made_run(DEFAULT, 20, 0, 30.0)], SLO)
-    assert given_rate(load, served) == rate
