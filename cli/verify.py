@@ -46,9 +46,9 @@ def verify(
 
     The engine continues every prompt alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a
     forced preemption. The logits of each token are compared with those of a full pass with transformers' own attention,
-    and the tokens with those of transformers' generate. Tokens may differ at a near tie, where the
-    difference of the logits explains another token; the check then passes and prints the margin. Near ties are common
-    in bfloat16 and rare in float32. The exit code is 1 if logits differ, or if tokens differ without a near tie.
+    and the tokens with those of transformers' generate. Tokens may differ at a near tie, where the difference of the
+    logits explains another token; the check then passes and prints the margin. Near ties are common in bfloat16 and
+    rare in float32. The exit code is 1 if logits differ, or if tokens differ without a near tie.
 
     \b
     Examples:

@@ -38,7 +38,7 @@ class ConnectionPool:
     """Pool of open connections: at most `limit`, and a few more for probes of /health and /metrics.
 
     Connections in `new` have not sent a request yet, those in `busy` wait for an answer, and those in `idle` have got
-    their answer. At the limit, the pool closes the oldest connection in `new`, or else in `idle`, for another one.
+    their answer. At the limit, a new connection replaces the oldest in `new`, or else the oldest in `idle`.
     """
 
     def __init__(self, limits: HttpLimits) -> None:

@@ -253,7 +253,7 @@ class TemplateOptions(Schema):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of render_chat besides the messages. Raises RequestError if two values of one differ."""
+        """Return the options of render_chat. Raises RequestError if a field and chat_template_kwargs contradict."""
         names = ("add_generation_prompt", "continue_final_message", "parse_special")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         options = self.chat_template_kwargs or {}
