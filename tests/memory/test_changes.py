@@ -24,16 +24,9 @@ from llmsched.engine.memory.changes import (
 from llmsched.engine.memory.planner import ModelPlanner
 
 GIB = 1 << 30
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
+LLAMA_8B = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+LLAMA_8B |= {"max_position_embeddings": 131072}
 PLANNER = ModelPlanner(LLAMA_8B)
 GPUS = [("small", DeviceMemory("cuda", "small", 20 * GIB)), ("large", DeviceMemory("cuda", "large", 80 * GIB))]
 

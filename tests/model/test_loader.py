@@ -118,21 +118,86 @@ def refused(path: Path, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_missing_shard(copy: Any) -> None:
-    path = copy("llama", max_shard_size="100KB")
-    gone = shards(path)[1]
-    gone.unlink()
-    refused(path, f"shards missing: {gone.name}")
+@pytest.fixture
+def sharded(copy: Any) -> Path:
+    return Path(copy("llama", max_shard_size="100KB"))
 
 
-def test_shards_without_an_index(copy: Any) -> None:
-    path = copy("llama", max_shard_size="100KB")
-    expected = logits_of(load(path))
-    (path / INDEX).unlink()
-    assert torch.equal(logits_of(load(path)), expected)
-    gone = shards(path)[1]
+def test_missing_shards(sharded: Path) -> None:
+    expected = logits_of(load(sharded))
+    index = (sharded / INDEX).read_text()
+    (sharded / INDEX).unlink()
+    assert torch.equal(logits_of(load(sharded)), expected), "the index can be spared"
+    gone = shards(sharded)[1]
     gone.unlink()
-    refused(path, f"shards missing: {gone.name}")
+    refused(sharded, f"shards missing: {gone.name}")
+    (sharded / INDEX).write_text(index)
+    refused(sharded, f"shards missing: {gone.name}")
+
+
+def test_truncated_shard(sharded: Path) -> None:
+    cut = shards(sharded)[1]
+    cut.write_bytes(cut.read_bytes()[:-64])
+    refused(sharded, f"{cut.name}: cannot be read, it may be cut short")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "place", "message"),
+    [
+        ("model.ghost.weight", "", r"lacks tensors that the index lists for it: model\.ghost\.weight"),
+        ("model.norm.weight", "../secret", r"must be in the same directory as the index, not at \.\./secret"),
+    ],
+)
+def test_an_index_with_a_wrong_place(tensor: str, place: str, message: str, sharded: Path) -> None:
+    weight_map = json.loads((sharded / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    edit_json(sharded / INDEX, weight_map={**weight_map, tensor: place or shards(sharded)[0].name})
+    refused(sharded, message)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_index_is_no_index(content: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(content, encoding="utf-8")
+    refused(sharded, "weight_map")
+
+
+def test_two_shards_hold_the_same_tensor(sharded: Path) -> None:
+    first, second = shards(sharded)[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor}, second, metadata={"format": "pt"})
+    refused(sharded, f"tensors that another shard has too: {name}")
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({UP: None}, {}, r"its weights lack tensors: model\.layers\.1\.mlp\.up_proj\.weight"),
+        ({"model.embed_tokens.weight": None}, {}, "embed_tokens"),
+        ({"model.ghost.weight": torch.ones(2)}, {}, r"tensors that the model lacks: model\.ghost\.weight"),
+        ({UP: torch.ones(96, 64, dtype=torch.float8_e4m3fn)}, {}, f"quantised tensors.*{UP}"),
+        ({}, {"num_hidden_layers": 2}, r"tensors that the model lacks: model\.layers\.2\."),
+        ({}, {"intermediate_size": 80}, r"whose shapes differ from config\.json: .*\(96, 64\) instead of \(80, 64\)"),
+        ({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, {}, None),  # stray buffers of old files
+    ],
+)
+def test_weights_and_configuration_must_agree(tensors: Any, config: Any, message: str | None, copy: Any) -> None:
+    path = copy("llama")
+    expected, state = logits_of(load(path)), load_file(path / "model.safetensors") | tensors
+    kept = {name: tensor for name, tensor in state.items() if tensor is not None}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    edit_json(path / "config.json", **config)
+    if message is None:
+        assert torch.equal(logits_of(load(path)), expected)
+    else:
+        refused(path, message)
+
+
+def test_configuration_only(copy: Any) -> None:
+    path = copy("llama")
+    (path / "model.safetensors").unlink()
+    refused(path, r"has no weights \(model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -177,57 +242,6 @@ def test_a_sentencepiece_tokenizer_needs_no_tokenizer_json(copy: Any) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_truncated_shard(copy: Any) -> None:
-    path = copy("llama", max_shard_size="100KB")
-    cut = shards(path)[1]
-    cut.write_bytes(cut.read_bytes()[:-64])
-    refused(path, f"{cut.name}: cannot be read, it may be cut short")
-
-
-def test_index_names_a_tensor_that_its_shard_lacks(copy: Any) -> None:
-    path = copy("llama", max_shard_size="100KB")
-    weight_map = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    edit_json(path / INDEX, weight_map={**weight_map, "model.ghost.weight": shards(path)[0].name})
-    refused(path, r"lacks tensors that the index lists for it: model\.ghost\.weight")
-
-
-def test_index_escapes_its_directory(copy: Any) -> None:
-    path = copy("llama", max_shard_size="100KB")
-    edit_json(path / INDEX, weight_map={"model.norm.weight": "../secret.safetensors"})
-    refused(path, r"must be in the same directory as the index, not at \.\./secret")
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
-def test_index_is_no_index(content: str, copy: Any) -> None:
-    path = copy("llama", max_shard_size="100KB")
-    (path / INDEX).write_text(content, encoding="utf-8")
-    refused(path, "weight_map")
-
-
-def test_two_shards_hold_the_same_tensor(copy: Any) -> None:
-    path = copy("llama", max_shard_size="100KB")
-    first, second = shards(path)[:2]
-    name, tensor = next(iter(load_file(first).items()))
-    save_file({**load_file(second), name: tensor}, second, metadata={"format": "pt"})
-    refused(path, f"tensors that another shard has too: {name}")
-
-
-def test_missing_tensor(copy: Any) -> None:
-    path = copy("llama")
-    tensors = load_file(path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    refused(path, r"its weights lack tensors: model\.layers\.1\.mlp\.up_proj\.weight")
-
-
-def test_missing_embedding_of_a_tied_model(copy: Any) -> None:
-    path = copy("llama")
-    tensors = load_file(path / "model.safetensors")
-    del tensors["model.embed_tokens.weight"]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    refused(path, "embed_tokens")
-
-
 def test_another_head_in_the_file_of_a_tied_model_is_refused(copy: Any) -> None:
     path = copy("llama", tie_word_embeddings=True)
     file = path / "model.safetensors"
@@ -268,49 +282,6 @@ def test_a_tokenizer_without_tokens_is_refused(copy: Any) -> None:
     edit_json(file, model={**json.loads(file.read_text())["model"], "vocab": {}, "merges": []})
     with pytest.raises(ModelError, match="its tokenizer has no tokens"):
         open_model(EngineConfig(model=str(path)))
-
-
-def test_tensor_without_a_place(copy: Any) -> None:
-    path = copy("llama")
-    tensors = load_file(path / "model.safetensors")
-    save_file({**tensors, "model.ghost.weight": torch.ones(2)}, path / "model.safetensors", metadata={"format": "pt"})
-    refused(path, r"tensors that the model lacks: model\.ghost\.weight")
-
-
-def test_more_layers_than_the_configuration_says(copy: Any) -> None:
-    path = copy("llama")
-    edit_json(path / "config.json", num_hidden_layers=2)
-    refused(path, r"tensors that the model lacks: model\.layers\.2\.")
-
-
-def test_tensor_of_another_shape(copy: Any) -> None:
-    path = copy("llama")
-    edit_json(path / "config.json", intermediate_size=80)
-    refused(path, r"whose shapes differ from config\.json: .*\(96, 64\) instead of \(80, 64\)")
-
-
-def test_quantised_tensors_without_a_configuration(copy: Any) -> None:
-    path = copy("llama")
-    tensors = load_file(path / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    refused(path, f"quantised tensors.*{name}")
-
-
-def test_configuration_only(copy: Any) -> None:
-    path = copy("llama")
-    (path / "model.safetensors").unlink()
-    refused(path, r"has no weights \(model.safetensors")
-
-
-def test_stray_old_buffers_are_no_fault(copy: Any) -> None:
-    path = copy("llama")
-    expected = logits_of(load(path))
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(logits_of(load(path)), expected)
 
 
 # G07: both spellings of rope data.

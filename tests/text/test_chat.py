@@ -46,11 +46,6 @@ def test_no_bos_where_the_template_writes_none() -> None:
     assert 0 not in render_chat(tokenizer_with("{{ messages[0]['content'] }}"), [USER])
 
 
-def test_the_assistants_turn_is_opened() -> None:
-    text = rendered(tokenizer_with(WITH_BOS), USER)
-    assert text == f"{BOS}<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n"
-
-
 def test_options_reach_the_template() -> None:
     tokenizer = tokenizer_with("{{ messages[0]['content'] }}{% if thinking %} think{% endif %}{{ tools | length }}")
     assert rendered(tokenizer, USER, thinking=True, tools=[]) == "hello think0"

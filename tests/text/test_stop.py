@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +23,7 @@ def run(pieces: list[str], stops: tuple[str, ...], include: bool = False) -> tup
 
 
 def first_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """Specify the result: the stop string complete first, the longest of those that end together."""
+    """Specify the result (B09, B11): the stop string complete first, the longest of those that end together."""
     for end in range(1, len(text) + 1):
         if met := [stop for stop in stops if text[:end].endswith(stop)]:
             stop = max(met, key=len)
@@ -33,11 +32,7 @@ def first_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, s
 
 
 @settings(derandomize=True, max_examples=500)
-@given(
-    pieces=st.lists(st.text(LETTERS, max_size=4), max_size=8),
-    stops=STOPS,
-    include=st.booleans(),
-)
+@given(pieces=st.lists(st.text(LETTERS, max_size=4), max_size=8), stops=STOPS, include=st.booleans())
 def test_equals_the_specification_however_the_text_is_cut(
     pieces: list[str], stops: tuple[str, ...], include: bool
 ) -> None:
@@ -46,9 +41,7 @@ def test_equals_the_specification_however_the_text_is_cut(
 
 
 @settings(derandomize=True, max_examples=500)
-@given(
-    text=st.text(LETTERS, max_size=16), stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4).map(tuple)
-)
+@given(text=st.text(LETTERS, max_size=16), stops=STOPS)
 def test_holds_exactly_the_longest_tail_that_may_become_a_stop_string(text: str, stops: tuple[str, ...]) -> None:
     matcher, out = StopMatcher(stops, False), ""
     for char in text:
@@ -68,17 +61,3 @@ def test_the_beginning_of_a_stop_string_is_never_sent() -> None:  # B07
 
 def test_a_stop_string_that_never_begins_delays_nothing() -> None:  # B07
     assert run(["ab", "cd"], ("Z" * 60,)) == (["ab", "cd", ""], None)
-
-
-def test_the_held_tail_comes_at_the_end() -> None:  # B09
-    assert run(["abZ", "ZZ"], ("ZZZZ",)) == (["ab", "", "ZZZ"], None)
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, "Hel"), (True, "Hello w")])
-def test_across_token_borders(include: bool, text: str) -> None:  # B11
-    emitted, stop = run(["Hel", "lo ", "wor", "ld"], ("lo w",), include)
-    assert ("".join(emitted), stop) == (text, "lo w")
-
-
-def test_no_stop_strings_hold_nothing() -> None:
-    assert run(["a", "b"], ()) == (["a", "b", ""], None)
