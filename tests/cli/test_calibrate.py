@@ -67,13 +67,10 @@ def test_a_report_for_people_says_measured(command: CommandLine, model: str) -> 
 
 
 def test_without_a_calibration_it_says_what_to_do(command: CommandLine, model: str) -> None:
-    outcome = command("bench", model, *QUICK, "--simulate", "local", *LOAD)
-    assert outcome.code == 2
-    assert outcome.out == ""
+    simulation = ("bench", model, *QUICK, "--simulate", "local", *LOAD)
     dtype = "bfloat16" if computes_bf16("cpu") else "float32"
-    assert f"run `llmsched calibrate {model} --dtype {dtype}`" in outcome.err
-    outcome = command("bench", model, *QUICK, "--simulate", "local", *LOAD, "--dtype", "float32")
-    assert f"run `llmsched calibrate {model} --dtype float32`" in outcome.err
+    assert f"run `llmsched calibrate {model} --dtype {dtype}`" in command.refused(*simulation)
+    assert f"run `llmsched calibrate {model} --dtype float32`" in command.refused(*simulation, "--dtype", "float32")
 
 
 def test_a_calibration_of_another_model_is_not_taken(command: CommandLine, model: str, tmp_path: Path) -> None:
@@ -82,9 +79,8 @@ def test_a_calibration_of_another_model_is_not_taken(command: CommandLine, model
     other.mkdir()
     content = json.loads((Path(model) / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 9}))
-    outcome = command("bench", str(other), *QUICK, "--simulate", "local", *LOAD)
-    assert outcome.code == 2
-    assert "belongs to another model of the same name" in outcome.err
+    error = command.refused("bench", str(other), *QUICK, "--simulate", "local", *LOAD)
+    assert "belongs to another model of the same name" in error
 
 
 def test_another_number_of_threads_is_told(command: CommandLine, model: str) -> None:
@@ -106,6 +102,5 @@ def test_another_number_of_threads_is_told(command: CommandLine, model: str) -> 
     ],
 )
 def test_bad_input_is_told_in_a_line(command: CommandLine, model: str, arguments: tuple[str, ...], words: str) -> None:
-    outcome = command("calibrate", model, "--device", "cpu", "--num-gpu-blocks-override", "160", *arguments)
-    assert outcome.code == 2
-    assert words in outcome.err
+    small = ("--device", "cpu", "--num-gpu-blocks-override", "160")
+    assert words in command.refused("calibrate", model, *small, *arguments)

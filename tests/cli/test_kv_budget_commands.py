@@ -109,7 +109,6 @@ def test_a_config_file_is_emitted_as_the_model_that_it_belongs_to(command: Comma
     assert model(config) == str(tmp_path)
     assert model(CONFIGS / "Qwen--Qwen3-8B_config.json") == QWEN
     other.write_text(json.dumps(content | {"_name_or_path": ""}))
-    outcome = command("kv-budget", str(other), "--gpu", "h100", "--emit", "vllm")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "names no model; give its directory or its hub id as MODEL" in outcome.err
+    error = command.refused("kv-budget", str(other), "--gpu", "h100", "--emit", "vllm")
+    assert "names no model; give its directory or its hub id as MODEL" in error
     assert command("kv-budget", str(other), "--gpu", "h100", "--json").json["serve"] is None

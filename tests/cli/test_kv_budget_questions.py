@@ -45,9 +45,6 @@ def test_quantised_weights_leave_more_room(command: CommandLine) -> None:
     )
     assert small["weights_bytes"] < 0.45 * plain["weights_bytes"]
     assert small["num_blocks"] > 2 * plain["num_blocks"]
-    outcome = command("kv-budget", LLAMA, "--gpu", "l4", "--quantization", "awq", "--emit", "vllm")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "--emit: needs a checkpoint that exists; name one in awq as MODEL" in outcome.err
 
 
 def test_users_that_do_not_fit_get_changes_that_work(command: CommandLine) -> None:
@@ -144,6 +141,7 @@ def test_a_trace(command: CommandLine, tmp_path: Path) -> None:
 def test_mean_and_variation(command: CommandLine) -> None:
     arguments = ("kv-budget", LLAMA, "--gpu", "l4", "--mean-len", "1500", "--cv-len", "0.8", "--json")
     answer = command(*arguments).json
+    assert answer["mean_len"] == 1500
     assert answer["lengths"]["mean"] == pytest.approx(1500, rel=0.02)
     assert answer["max_num_seqs_at_mean_len"] == answer["num_blocks"] // 94
     assert answer["lengths"]["percentiles"][0]["length"] < 1500 < answer["lengths"]["percentiles"][1]["length"]
@@ -176,10 +174,9 @@ def test_the_checkpoint_decides_the_default_kv_dtype(
 
 
 def test_serve_refuses_fp8_kv_before_it_loads(command: CommandLine) -> None:
-    outcome = command("serve", "no/such-model", "--port", "0", "--kv-cache-dtype", "fp8")
-    assert outcome.code == 2
-    assert "--kv-cache-dtype: fp8 cannot be served" in outcome.err
-    assert "float32, bfloat16 and float16" in outcome.err
+    error = command.refused("serve", "no/such-model", "--port", "0", "--kv-cache-dtype", "fp8")
+    assert "--kv-cache-dtype: fp8 cannot be served" in error
+    assert "float32, bfloat16 and float16" in error
 
 
 # Other engines.
@@ -251,38 +248,6 @@ def test_mla_reports_latent_and_cached_bytes(command: CommandLine) -> None:
     assert "70,272" in command("kv-budget", deepseek, "--gpu", "b200").out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        (("--users", "0"), "--users"),
-        (("--users", "-3"), "--users"),
-        (("--context", "0"), "tokens from 1 to"),
-        (("--context", "-8k"), "tokens from 1 to"),
-        (("--context", "8q"), "8 x 1024"),
-        (("--max-model-len", "long"), "8192 or 8k"),
-        (("--context", "200k"), "--context: 204800 is beyond the 131072 positions"),
-        (("--context", "9k", "--max-model-len", "8k"), "9216 tokens exceed --max-model-len 8192"),
-        (("--users", "9", "--max-num-seqs", "8"), "9 exceed --max-num-seqs 8"),
-        (("--cv-len", "1"), "give --mean-len as well"),
-        (("--mean-len", "100", "--cv-len", "-1"), "must be 0 to 10"),
-        (("--mean-len", "100", "--cv-len", "nan"), "must be 0 to 10"),
-        (("--lengths", "missing.csv"), "--lengths: missing.csv: No such file"),
-        (("--lengths", "missing.csv", "--cv-len", "1"), "leave out one of them"),
-        (("--emit", "ollama"), "vllm"),
-        (("--gpu", "all", "--emit", "vllm"), "name it with --gpu"),
-        (("--gpu", "h10"), "did you mean h100"),
-        (("--kv-cache-dtype", "int8"), "fp8"),
-        (("--headroom", "0.9"), "allowed is from 0 to 0.5"),
-    ],
-)
-def test_bad_questions_are_one_line(command: CommandLine, arguments: tuple[str, ...], wanted: str) -> None:
-    outcome = command("kv-budget", LLAMA, *({} if "--gpu" in arguments else ("--gpu", "l4")), *arguments)
-    assert outcome.code == 2
-    assert outcome.out == ""
-    assert wanted in outcome.err
-    assert len(outcome.err.strip().splitlines()) == 1
-
-
 #: Files of models whose parameters only transformers could count.
 RARE = ("moonshotai--Kimi-K3",)
 
@@ -291,8 +256,8 @@ def test_no_published_model_needs_torch_or_transformers(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from llmsched.cli.main import main\n"
-        "for path in sys.argv[1:]:\n"
-        "    sys.argv = ['llmsched', 'kv-budget', path, '--gpu', 'b200', '--json']\n"
+        "for number, path in enumerate(sys.argv[1:]):\n"
+        "    sys.argv = ['llmsched', 'kv-budget', path, '--gpu', 'b200', *['--json'] * (number % 2)]\n"
         "    try: main()\n"
         "    except SystemExit as done: assert done.code in (None, 0, 1), (path, done.code)\n"
         "    heavy = [name for name in ('torch', 'transformers', 'numpy') if name in sys.modules]\n"

@@ -58,24 +58,6 @@ def test_what_does_not_fit_is_not_simulated(command: CommandLine, llama: str) ->
     assert "SIMULATED" not in command("kv-budget", llama, "--simulate", "t4").out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--simulate", "h1000"), "did you mean h100"),
-        (("--simulate", "all"), "is for one device"),
-        (("--simulate", "h100", "--gpu", "l4"), "leave out --gpu"),
-        (("--simulate", "h100", "--gpu-memory", "24GiB"), "leave out --gpu"),
-        (("--simulate", "h100", "--emit", "vllm"), "leave out --emit or --simulate"),
-    ],
-)
-def test_bad_input_is_told_in_a_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:
-    outcome = command("kv-budget", llama, *arguments)
-    assert outcome.code == 2
-    assert words in outcome.err
-    assert outcome.err.count("error:") == 1
-
-
 def test_a_machine_that_was_not_calibrated_is_told_to_be(command: CommandLine, tiny_model: Callable[..., Path]) -> None:
-    outcome = command("kv-budget", str(tiny_model("llama")), "--simulate", "local", "--device", "cpu")
-    assert outcome.code == 2
-    assert "run `llmsched calibrate" in outcome.err
+    error = command.refused("kv-budget", str(tiny_model("llama")), "--simulate", "local", "--device", "cpu")
+    assert "run `llmsched calibrate" in error

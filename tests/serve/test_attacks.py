@@ -6,20 +6,16 @@ tests/bench/bench_attacks.py measures the same attacks against the strict bound.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import attacks
 import pytest
-import scripted
 from attacks import COMPLETIONS, Health, all_at_once, ask, closed, completion, idle_connections, one_byte_chunks
 from fastapi import Response
-from scripted import ScriptedServer
+from scripted import ScriptedServer, scripted_process
 
 from llmsched.cli.serve.http_limits import HttpLimits
 
@@ -29,32 +25,10 @@ P95_S = 1.0
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
-@contextmanager
-def attacked(step_s: float = 0.0, log: Path | None = None, **settings: Any) -> Iterator[str]:
-    """Start a scripted server in a process and yield its URL."""
-    support = Path(scripted.__file__)
-    child = subprocess.Popen(
-        [sys.executable, support.name, str(step_s), json.dumps(settings)],
-        cwd=support.parent,
-        stdout=subprocess.PIPE,
-        stderr=None if log is None else log.open("w"),
-        text=True,
-    )
-    try:
-        assert child.stdout is not None
-        url = child.stdout.readline().strip()
-        assert ask(url, "/health")[0] == 200
-        yield url
-    finally:
-        child.kill()
-        child.wait()
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with attacked(
-        max_queue_size=1 << 14, http={"header_timeout": 1.0, "body_timeout": 1.5, "keep_alive_timeout": 1.5}
-    ) as url:
+    limits = {"header_timeout": 1.0, "body_timeout": 1.5, "keep_alive_timeout": 1.5}
+    with scripted_process(max_queue_size=1 << 14, http=limits) as (_, url):
         yield url
 
 
@@ -79,7 +53,7 @@ def wait_until(condition: Callable[[], bool], patience_s: float = 20) -> bool:
 def test_more_idle_connections_than_open_files(nofile: int, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
-        attacked(nofile=nofile, log=log) as url,
+        scripted_process(nofile=nofile, log=log) as (_, url),
         idle_connections(url, nofile + 150) as sockets,
         attacks.watched(url) as health,
     ):
@@ -90,7 +64,7 @@ def test_more_idle_connections_than_open_files(nofile: int, tmp_path: Path) -> N
 
 
 def test_new_connections_make_room_before_idle_ones() -> None:
-    with attacked(http={"max_connections": 20}) as url, attacks.connected(url) as kept:
+    with scripted_process(http={"max_connections": 20}) as (_, url), attacks.connected(url) as kept:
         kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert kept.recv(1 << 16).startswith(b"HTTP/1.1 200")
         with idle_connections(url, 60) as sockets:
@@ -100,7 +74,7 @@ def test_new_connections_make_room_before_idle_ones() -> None:
 
 def test_with_all_connections_busy_others_get_503_and_probes_their_answer() -> None:
     busy = _post(completion(max_tokens=400, ignore_eos=True, stream=True))
-    with attacked(0.5, http={"max_connections": 10}) as url, idle_connections(url, 10, busy) as sockets:
+    with scripted_process(0.5, http={"max_connections": 10}) as (_, url), idle_connections(url, 10, busy) as sockets:
         for each in sockets:
             assert each.recv(1 << 12).startswith(b"HTTP/1.1 200")
         status, headers, body = ask(url, COMPLETIONS, completion())
@@ -198,7 +172,7 @@ def test_one_byte_chunks(url: str) -> None:
 
 
 def test_one_byte_chunks_without_the_key() -> None:
-    with attacked(access={"api_key": "secret"}) as url:
+    with scripted_process(access={"api_key": "secret"}) as (_, url):
         begun = time.monotonic()
         with attacks.watched(url) as health:
             assert all_at_once(32, lambda _: one_byte_chunks(url, 1_000_000)) == {401: 32}
@@ -209,7 +183,7 @@ def test_one_byte_chunks_without_the_key() -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, "/reset_prefix_cache"])
 def test_without_the_key_no_body_is_awaited(path: str) -> None:
     request = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n\r\n{{".encode()
-    with attacked(access={"api_key": "secret"}) as url, idle_connections(url, 1, request) as (each,):
+    with scripted_process(access={"api_key": "secret"}) as (_, url), idle_connections(url, 1, request) as (each,):
         assert each.recv(1 << 16).startswith(b"HTTP/1.1 401")
 
 
@@ -226,7 +200,7 @@ def test_a_burst_beyond_the_queue_gets_429_exactly() -> None:
     body = completion(max_tokens=1, stream=True)
     first = _post(completion(max_tokens=9, stream=True))
     with (
-        attacked(5.0, max_queue_size=100, max_num_seqs=1, http={"max_connections": 400}) as url,
+        scripted_process(5.0, max_queue_size=100, max_num_seqs=1, http={"max_connections": 400}) as (_, url),
         idle_connections(url, 1, first),
     ):
         time.sleep(1.0)

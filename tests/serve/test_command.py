@@ -15,20 +15,17 @@ from typing import Any
 
 import httpx
 import pytest
+from command_line import CommandLine
 
-from llmsched.cli.main import main
 from llmsched.cli.profiles.apply import profile_settings
 from llmsched.cli.serve import banner
 from llmsched.cli.serve.lifecycle import listen
 from llmsched.engine.errors import ConfigError
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
-    """Run the command line and return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["llmsched", "serve", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code  # type: ignore[return-value]
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
 
 
 @contextmanager
@@ -123,15 +120,12 @@ def test_output_that_cannot_be_written_hinders_nothing(tiny_model: Any, broken: 
         os.close(reading)
 
 
-def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(command: CommandLine) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        assert typed(monkeypatch, "/no/such/model", "--port", str(other.getsockname()[1])) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "address already in use; choose another --port" in line
+        error = command.refused("serve", "/no/such/model", "--port", str(other.getsockname()[1]))
+    assert "address already in use; choose another --port" in error
 
 
 def test_a_full_stdout_ends_with_one_line_before_anything_is_loaded(tmp_path: Path) -> None:  # S12
@@ -170,18 +164,14 @@ def test_a_full_stdout_ends_with_one_line_before_anything_is_loaded(tmp_path: Pa
     ],
 )
 def test_wrong_options_end_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    command: CommandLine, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setenv("LLMSCHED_MODEL", "/no/such/model")
-    assert typed(monkeypatch, *arguments) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert message in command.refused("serve", *arguments)
 
 
-def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert typed(monkeypatch, "--help") == 0
-    out = capsys.readouterr().out
-    assert "llmsched serve demo" in out
-    assert "--max-num-batched-tokens" in out
+def test_help_states_durations_as_flags_take_them(command: CommandLine) -> None:
+    out = command("serve", "--help").out
     assert all(f"[default: {default}]" in out for default in ("30s", "300s", "75s"))
 
 

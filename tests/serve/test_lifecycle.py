@@ -7,25 +7,21 @@ import json
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
-import scripted
 import uvicorn
 from fastapi import FastAPI
-from scripted import ScriptedServer
+from scripted import ScriptedServer, scripted_process
 
 from llmsched.cli.serve.lifecycle import PortInUseError, Server, listen
 
 PATH = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
+STREAM = {**LONG, "stream": True}
 
 
 def events_of(answer: httpx.Response) -> Iterator[str]:
@@ -41,7 +37,7 @@ def test_idle_drain_ends_with_zero(make_server: Callable[..., ScriptedServer]) -
 def test_a_stream_may_finish_while_draining(make_server: Callable[..., ScriptedServer]) -> None:  # C14 b
     server = make_server(grace_s=60.0)
     server.script.step_s = 0.05
-    with httpx.stream("POST", server.url + PATH, json={**LONG, "stream": True}) as answer:
+    with httpx.stream("POST", server.url + PATH, json=STREAM) as answer:
         events = events_of(answer)
         next(events)
         server.script.gate.clear()
@@ -62,7 +58,7 @@ def test_a_stream_that_does_not_finish_in_time_ends_with_an_error(make_server: C
     """C14 c."""
     server = make_server(grace_s=0.2)
     server.script.step_s = 0.05
-    with httpx.stream("POST", server.url + PATH, json={**LONG, "stream": True}, timeout=30) as answer:
+    with httpx.stream("POST", server.url + PATH, json=STREAM, timeout=30) as answer:
         events = events_of(answer)
         next(events)
         server.drain()
@@ -88,7 +84,7 @@ def test_engine_failure(make_server: Callable[..., ScriptedServer], caplog: pyte
         target=lambda: statuses.append(httpx.post(server.url + PATH, json=LONG, timeout=30).status_code)
     )
     waiting.start()
-    with httpx.stream("POST", server.url + PATH, json={**LONG, "stream": True}, timeout=30) as answer:
+    with httpx.stream("POST", server.url + PATH, json=STREAM, timeout=30) as answer:
         events = list(events_of(answer))
     assert "scripted failure" in json.loads(events[-1])["error"]["message"]
     assert "[DONE]" not in events
@@ -101,39 +97,21 @@ def test_engine_failure(make_server: Callable[..., ScriptedServer], caplog: pyte
     assert "the engine has failed" in caplog.text
 
 
-@contextmanager
-def process(step_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a scripted server in a process; yield the process and its URL."""
-    support = Path(scripted.__file__)
-    child = subprocess.Popen(
-        [sys.executable, support.name, str(step_s)], cwd=support.parent, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert child.stdout is not None
-        url = child.stdout.readline().strip()
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
-            assert http.get(url + "/health", timeout=30).status_code == 200
-        yield child, url
-    finally:
-        child.kill()
-        child.wait()
-
-
-def test_sigterm_ends_an_idle_process_with_zero() -> None:  # C14 a
-    with process(0) as (child, _):
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(20) == 0
-
-
 def test_sigterm_ends_a_process_whose_step_hangs() -> None:  # S06
-    with process(60) as (child, url), httpx.stream("POST", url + PATH, json={**LONG, "stream": True}, timeout=30) as it:
+    with (
+        scripted_process(60) as (child, url),
+        httpx.stream("POST", url + PATH, json=STREAM, timeout=30) as it,
+    ):
         child.send_signal(signal.SIGTERM)
         assert json.loads(list(events_of(it))[-1])["error"]["type"] == "service_unavailable_error"
         assert child.wait(20) == 1, "grace 1 s, and a step of 60 s"
 
 
 def test_a_second_signal_ends_at_once() -> None:  # C14
-    with process(60) as (child, url), httpx.stream("POST", url + PATH, json={**LONG, "stream": True}, timeout=30):
+    with (
+        scripted_process(60) as (child, url),
+        httpx.stream("POST", url + PATH, json=STREAM, timeout=30),
+    ):
         child.send_signal(signal.SIGINT)
         while httpx.get(url + "/health", timeout=30).status_code == 200:
             pass

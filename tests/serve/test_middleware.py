@@ -10,17 +10,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from measured_load import measure_load
 from scripted import MODEL, ScriptedServer
 
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.middleware import read_origins
-from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
-from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.goodput import Slo
-from llmsched.engine.progress import silent
 
 COMPLETION = {"prompt": "a", "max_tokens": 1}
 
@@ -150,16 +147,8 @@ def test_clients_ignore_the_comments(make_server: Callable[..., ScriptedServer])
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "abcd"
 
-    async def bench() -> Any:
-        target = HttpTarget(HttpOptions(server.url))
-        await target.connect()
-        try:
-            work = SyntheticLoad(num_prompts=1, input_len=8, output_len=3)
-            return await run_workload(target, work, Slo(), ids=range(10, 200), timeout=9.0, progress=silent)
-        finally:
-            await target.close()
-
-    (latency,) = asyncio.run(bench()).latencies
+    work = SyntheticLoad(num_prompts=1, input_len=8, output_len=3)
+    (latency,) = asyncio.run(measure_load(server.url, work, ids=range(10, 200), timeout=9.0)).latencies
     assert latency.ttft > 0.05
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -132,12 +131,3 @@ def test_extremes_of_what_is_allowed_are_served(http: httpx.Client, fields: dict
     answer = http.post(PATH, json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 3 * fields.get("n", 1)
-
-
-def test_many_at_once_are_as_alone(http: httpx.Client, server: LiveServer) -> None:
-    prompts = [[50 + i, *range(60, 60 + 3 * i)] for i in range(12)]
-    alone = [ids(http, prompt=prompt, max_tokens=6) for prompt in prompts]
-    with ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(lambda prompt: ids(http, prompt=prompt, max_tokens=6), prompts)) == alone
-    body = {"prompt": prompts, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    assert [c["token_ids"] for c in http.post(PATH, json=body).json()["choices"]] == alone

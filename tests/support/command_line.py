@@ -41,12 +41,26 @@ class CommandLine:
 
     def __call__(self, *arguments: str) -> Outcome:
         self.monkeypatch.setattr(sys, "argv", ["llmsched", *arguments])
+        self.capsys.readouterr()  # what fixtures have printed
         with pytest.raises(SystemExit) as ended:
             main()
         printed = self.capsys.readouterr()
         code = ended.value.code
         assert code is None or isinstance(code, int)
         return Outcome(code or 0, printed.out, printed.err)
+
+    def refused(self, *arguments: str) -> str:
+        """Run a command that must end with one line of error and no output, and return this line.
+
+        Notes and the progress of slow work may stand before it. `serve` may have printed its first line.
+        """
+        outcome = self(*arguments)
+        assert outcome.code == 2, outcome
+        assert not outcome.out or arguments[0] == "serve", outcome
+        *others, error = outcome.err.splitlines()
+        assert error.startswith("error: "), outcome
+        assert all(line.startswith("note: ") or " ..." in line for line in others), outcome
+        return error
 
     def served(self, line: str) -> EngineConfig:
         """Return the settings with which a printed `llmsched serve` command line starts the engine."""

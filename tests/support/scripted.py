@@ -6,11 +6,16 @@ import asyncio
 import json
 import resource
 import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
+from attacks import ask
 from configs import resolved
 from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
 
@@ -194,6 +199,27 @@ class ScriptedServer(LiveServer):
     def close(self) -> None:
         self.script.gate.set()
         super().close()
+
+
+@contextmanager
+def scripted_process(
+    step_s: float = 0.0, log: Path | None = None, **settings: Any
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a scripted server in a process (`main` with these settings); once it answers, yield the process and URL."""
+    child = subprocess.Popen(
+        [sys.executable, __file__, str(step_s), json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        stderr=None if log is None else log.open("w"),
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        url = child.stdout.readline().strip()
+        assert ask(url, "/health")[0] == 200
+        yield child, url
+    finally:
+        child.kill()
+        child.wait()
 
 
 def main() -> None:

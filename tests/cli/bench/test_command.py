@@ -140,21 +140,16 @@ def test_runs_on_a_server_share_no_prompt_unless_asked(command: CommandLine) -> 
     assert same[0] == same[1]
 
 
-def test_a_server_of_errors(command: CommandLine) -> None:
+@pytest.mark.parametrize(
+    ("answer", "reason", "detail"), [(broken, "http 500", "out of order"), (never_ending, "timeout", "")]
+)
+def test_a_server_that_fails_or_hangs(command: CommandLine, answer: Answer, reason: str, detail: str) -> None:
     """F10."""
-    with serving(broken) as url:
-        outcome = command("bench", url, "--num-prompts", "2", "--json")
-    assert outcome.code == 1
-    assert outcome.json["failures"] == {"http 500": 2}
-    assert "out of order" in outcome.json["failure_examples"]["http 500"]
-
-
-def test_a_server_that_hangs(command: CommandLine) -> None:
-    """F10."""
-    with serving(never_ending) as url:
+    with serving(answer) as url:
         outcome = command("bench", url, "--num-prompts", "2", "--timeout", "200ms", "--json")
     assert outcome.code == 1
-    assert outcome.json["failures"] == {"timeout": 2}
+    assert outcome.json["failures"] == {reason: 2}
+    assert detail in outcome.json["failure_examples"][reason]
     assert outcome.json["ttft_ms"] == NOTHING
 
 
@@ -195,6 +190,11 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         (("http://me:secret@host", "--num-prompts", "1"), "--api-key sends a key"),
         (("http://host/v1?version=1", "--num-prompts", "1"), "has a query or a fragment"),
         (("http://host", "--api-key", "sch\u00f6n"), "--api-key may contain only printable ASCII"),
+        (("http://x", "--reader-speed", "0"), "--reader-speed: 0 is out of range; allowed is above 0"),
+        (("http://x", "--slo-itl", "p99:50"), "needs a unit"),
+        (("http://x", "--slo-itl", "p100:5ms"), "not a statistic"),
+        (("http://x", "--slo-itl", ":5ms"), "not a statistic"),
+        (("http://x", "--slo-itl", "p99"), "is not a duration"),
         (("some-model", "--endpoint", "chat"), "--endpoint: only has an effect with the URL"),
         (("some-model", "--text-prompts", "--stop-at-eos"), "--text-prompts, --stop-at-eos: only has an effect"),
         (("some-model", "--api-key", "k"), "--api-key: only has an effect"),
@@ -217,11 +217,8 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         (("http://x", "--duration", "5s"), "--duration: has no effect when"),
     ],
 )
-def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:
-    outcome = command("bench", *arguments)
-    assert outcome.code == 2
-    assert outcome.out == ""
-    assert message in outcome.err
+def test_bad_usage_is_one_line(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:
+    assert message in command.refused("bench", *arguments)
 
 
 def test_a_model_in_this_process(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:

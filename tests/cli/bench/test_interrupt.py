@@ -10,16 +10,12 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 from fake_server import FakeServer, steady
+from measured_load import measure_load
 from virtual_time import run_virtual
 
 from llmsched.cli.figures.live_figures import LiveFigures
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
-from llmsched.cli.targets.load_run import run_workload
-from llmsched.engine.goodput import Slo
-from llmsched.engine.progress import silent
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +34,10 @@ def interrupted(after: float, *, partial: bool) -> Measurement:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().call_later(after, task.cancel)
-        target = HttpTarget(HttpOptions("http://fake"), FakeServer(lambda n: steady(5, 0.1, 0.1)))
-        try:
-            figures = await run_workload(
-                target, work, Slo(), ids=COMMON_IDS, timeout=9.0, progress=silent, partial=partial
-            )
-            assert not task.cancelling()
-            return figures
-        finally:
-            await target.close()
+        server = FakeServer(lambda n: steady(5, 0.1, 0.1))
+        figures = await measure_load("http://fake", work, transport=server, timeout=9.0, partial=partial)
+        assert not task.cancelling()
+        return figures
 
     return run_virtual(main())
 

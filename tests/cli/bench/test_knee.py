@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,8 +194,6 @@ def test_a_target_that_serves_nothing_is_an_error_with_its_reason() -> None:
             KneeLimits(0.0, 0.9, 0.1),
             "--max-request-rate must be finite and at least 1e-09 requests per second, not 0",
         ),
-        ({}, KneeLimits(math.nan, 0.9, 0.1), "at least 1e-09 requests per second, not nan"),
-        ({}, KneeLimits(math.inf, 0.9, 0.1), "at least 1e-09 requests per second, not inf"),
         ({}, KneeLimits(None, 0.0, 0.1), "--knee-attainment must be above 0 and at most 1 .100%., not 0"),
         ({}, KneeLimits(None, 0.9, 5.0), "--knee-tolerance must be 0.001 to 1 .100%., not 5"),
         (
@@ -251,20 +248,9 @@ def test_no_rate_that_meets_the_slo_is_exit_code_1(command: CommandLine, tiny_mo
         (("--max-request-rate", "3"), "--max-request-rate: applies only to --find-knee"),
         (("--knee-attainment", "0%"), "--knee-attainment: applies only to --find-knee"),
         (("--rounds", "3"), "--rounds applies only to --compare"),
-        (
-            ("--find-knee", "--request-rate", "90", "--max-request-rate", "3"),
-            "--max-request-rate must be finite and at least the lowest rate, 90 requests/s, not 3",
-        ),
         (("--find-knee", "--knee-attainment", "0%"), "--knee-attainment must be above 0"),
+        (("--find-knee",), "the target is unreachable, so there is no knee to find"),
     ],
 )
-def test_bad_usage_is_exit_code_2(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:
-    outcome = command("bench", "http://127.0.0.1:9", *arguments)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert message in outcome.err
-
-
-def test_an_unreachable_server_has_no_knee(command: CommandLine) -> None:
-    outcome = command("bench", "http://127.0.0.1:9", "--find-knee")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "the target is unreachable, so there is no knee to find" in outcome.err
+def test_bad_usage_is_one_line(command: CommandLine, arguments: tuple[str, ...], message: str) -> None:
+    assert message in command.refused("bench", "http://127.0.0.1:9", *arguments)

@@ -44,14 +44,6 @@ def test_never_met_says_so_at_once() -> None:
     assert rates(knee) == [3]
 
 
-def test_reversed_bounds_are_an_error() -> None:
-    """F19."""
-    with pytest.raises(
-        LlmschedError, match="--max-request-rate must be finite and at least the lowest rate, 90 requests/s, not 3"
-    ):
-        KneeGoal(90, 3)
-
-
 @pytest.mark.parametrize(("at", "verdict"), [(50, "always met"), (7, "always met"), (6.9, "never met")])
 def test_lower_bound_equal_to_the_upper_one(at: float, verdict: str) -> None:
     """F19."""
@@ -92,29 +84,18 @@ def test_attainment_at_the_goal_is_enough() -> None:
     assert search(lambda _: 0.95, 1, 4, attainment=0.96).verdict == "never met"
 
 
-def test_a_rate_that_failed_by_chance_does_not_stop_the_search() -> None:
-    """The first attempt at 4 fails by chance; the repeat succeeds, and the search goes on to higher rates."""
+@pytest.mark.parametrize(("chance", "share", "at"), [(4, 0.85, 40), (8, 1.0, 5)])
+def test_a_rate_that_fails_or_passes_once_by_chance_is_tried_again(chance: float, share: float, at: float) -> None:
+    """The first attempt at `chance` has a share by accident; the repeat has that of a knee at `at`."""
     seen: list[float] = []
 
     def noisy(rate: float) -> float:
         seen.append(rate)
-        return 0.85 if rate == 4 and seen.count(4) == 1 else step(40)(rate)
+        return share if rate == chance and seen.count(chance) == 1 else step(at)(rate)
 
     knee = search(noisy, 1, 100)
     assert knee.rate is not None
-    assert 35 < knee.rate <= 40
-
-
-def test_a_rate_that_passed_by_chance_is_not_the_knee() -> None:
-    seen: list[float] = []
-
-    def noisy(rate: float) -> float:
-        seen.append(rate)
-        return 1.0 if rate == 8 and seen.count(8) == 1 else step(5)(rate)
-
-    knee = search(noisy, 1, 100)
-    assert knee.rate is not None
-    assert 4.5 < knee.rate <= 5
+    assert 0.875 * at < knee.rate <= at
 
 
 def test_a_noisy_search_stays_in_bounds_and_ends() -> None:
@@ -142,8 +123,9 @@ def test_a_noisy_gradual_decline_is_found_approximately() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"low": 0}, {"low": math.nan}, {"high": math.inf}, {"attainment": 0}, {"tolerance": 0}]
+    "bad", [{"low": 0}, {"low": math.nan}, {"low": 3}, {"high": math.inf}, {"attainment": 0}, {"tolerance": 0}]
 )
 def test_wrong_goals_are_refused(bad: dict[str, float]) -> None:
+    """F19: among them reversed bounds."""
     with pytest.raises(LlmschedError, match="must "):
         KneeGoal(**{"low": 1, "high": 2, **bad})

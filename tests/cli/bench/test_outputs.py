@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 from fake_server import FakeServer, Script, event, steady, token
+from measured_load import measure_load
 from virtual_time import run_virtual
 
 from llmsched.cli.bench.report.csv_report import append_csv, csv_columns
@@ -18,15 +19,11 @@ from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestRecord, RunRecord
 from llmsched.cli.figures.registry import as_json
-from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.options.slo_flags import parse_itl_target
-from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
-from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
-from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 from llmsched.engine.scheduler.ledger import Entry
 
@@ -43,16 +40,8 @@ def measured() -> Measurement:
         Script(stalled, connect=0.2),
         Script([(0.3, token()), (0.6, event({"error": {"message": "boom"}}))]),
     ]
-
-    async def main() -> Measurement:
-        server = FakeServer(lambda number: scripts[number], metrics=lambda: METRICS)
-        target = HttpTarget(HttpOptions("http://fake"), transport=server)
-        try:
-            return await run_workload(target, WORK, SLO, ids=COMMON_IDS, timeout=9.0, progress=silent)
-        finally:
-            await target.close()
-
-    return run_virtual(main())
+    server = FakeServer(lambda number: scripts[number], metrics=lambda: METRICS)
+    return run_virtual(measure_load("http://fake", WORK, SLO, transport=server, timeout=9.0))
 
 
 def measured_run(figures: Measurement, slo: Slo = SLO) -> MeasuredRun:
@@ -209,16 +198,13 @@ def test_an_invalid_file_is_reported_in_one_line(
 ) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
-    outcome = command("explain", "1", "--file", str(path))
-    assert (outcome.code, outcome.out) == (2, "")
-    (line,) = outcome.err.splitlines()
-    assert message in line
+    assert message in command.refused("explain", "1", "--file", str(path))
 
 
 def test_a_missing_file_and_two_sources_are_refused(command: CommandLine, tmp_path: Path) -> None:
-    assert "No such file" in command("explain", "1", "--file", str(tmp_path / "none")).err
-    both = command("explain", "1", "--file", str(tmp_path / "none"), "--url", "http://x")
-    assert (both.code, "do not go together" in both.err) == (2, True)
+    missing = ("explain", "1", "--file", str(tmp_path / "none"))
+    assert "No such file" in command.refused(*missing)
+    assert "do not go together" in command.refused(*missing, "--url", "http://x")
 
 
 @pytest.mark.parametrize("flag", ["--save", "--csv", "--save-detailed", "--report"])
@@ -226,18 +212,14 @@ def test_files_that_cannot_be_written_are_refused_before_the_run(
     command: CommandLine, tmp_path: Path, flag: str
 ) -> None:
     for path, why in ((tmp_path, "is a directory"), (tmp_path / "none" / "f", "has no directory")):
-        outcome = command("bench", "http://127.0.0.1:9", flag, str(path))
-        assert outcome.code == 2
-        assert f"{flag} {path}: {why}" in outcome.err
-    outcome = command("bench", "http://127.0.0.1:9", "--save-detailed", str(tmp_path / "f"), "--find-knee")
-    assert (outcome.code, "works only with a single run" in outcome.err) == (2, True)
+        assert f"{flag} {path}: {why}" in command.refused("bench", "http://127.0.0.1:9", flag, str(path))
 
 
-def test_two_flags_cannot_name_one_file(command: CommandLine, tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    outcome = command("bench", "http://127.0.0.1:9", "--save", str(path), "--csv", f"{tmp_path}/./f")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "--save, --csv: two of these flags name the same file" in outcome.err
+def test_files_that_cannot_be_wanted_together_are_refused(command: CommandLine, tmp_path: Path) -> None:
+    bench, path = ("bench", "http://127.0.0.1:9"), str(tmp_path / "f")
+    assert "works only with a single run" in command.refused(*bench, "--save-detailed", path, "--find-knee")
+    twice = command.refused(*bench, "--save", path, "--csv", f"{tmp_path}/./f")
+    assert "--save, --csv: two of these flags name the same file" in twice
 
 
 def test_the_report_is_printed_if_a_file_cannot_be_written_at_the_end(command: CommandLine) -> None:
@@ -261,24 +243,3 @@ def test_the_report_is_printed_if_a_file_cannot_be_written_at_the_end(command: C
 )
 def test_the_target_of_itl_names_its_statistic(text: str, target: Slo) -> None:
     assert parse_itl_target(text) == target
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("p99:50", "needs a unit"),
-        ("p100:5ms", "not a statistic"),
-        (":5ms", "not a statistic"),
-        ("p99", "is not a duration"),
-    ],
-)
-def test_wrong_targets_of_itl_are_refused(command: CommandLine, text: str, message: str) -> None:
-    outcome = command("bench", "http://x", "--slo-itl", text)
-    assert outcome.code == 2
-    assert message in outcome.err
-
-
-def test_a_reader_needs_a_speed(command: CommandLine) -> None:
-    outcome = command("bench", "http://x", "--reader-speed", "0")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "--reader-speed: 0 is out of range; allowed is above 0" in outcome.err

@@ -10,52 +10,27 @@ from typing import Any
 import httpx
 import pytest
 from fake_server import FakeServer, Script, end, event, steady, token, usage
+from measured_load import measure_load
 from virtual_time import run_virtual
 
 from llmsched.cli.bench.report.run_report import slo_table
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.registry import as_json
-from llmsched.cli.figures.token_times import CHUNKS, EXACT, RETOKENISED, USAGE, CountTokens
+from llmsched.cli.figures.token_times import CHUNKS, EXACT, RETOKENISED, USAGE
 from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
-from llmsched.cli.targets.load_run import run_workload, warm_up
+from llmsched.cli.targets.load_run import warm_up
 from llmsched.engine.goodput import Slo
-from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 
 ONE = SyntheticLoad(num_prompts=1, input_len=8, output_len=5)
 VLLM = {"data": [{"id": "served", "owned_by": "vllm"}]}
 
 
-def bench(
-    server: FakeServer,
-    workload: SyntheticLoad = ONE,
-    slo: Slo | None = None,
-    *,
-    timeout: float | None = None,
-    count_tokens: CountTokens | None = None,
-    ids: range | None = COMMON_IDS,
-    **options: Any,
-) -> Measurement:
-    async def main() -> Measurement:
-        target = HttpTarget(HttpOptions("http://fake/v1/", **options), transport=server)
-        await target.connect()
-        try:
-            return await run_workload(
-                target,
-                workload,
-                slo or Slo(),
-                ids=ids,
-                timeout=timeout,
-                progress=silent,
-                count_tokens=count_tokens,
-            )
-        finally:
-            await target.close()
-
-    return run_virtual(main())
+def bench(server: FakeServer, workload: SyntheticLoad = ONE, slo: Slo | None = None, **options: Any) -> Measurement:
+    return run_virtual(measure_load("http://fake/v1/", workload, slo, transport=server, **options))
 
 
 def always(script: Script) -> Callable[[int], Script]:

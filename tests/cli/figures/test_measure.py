@@ -13,8 +13,7 @@ import pytest
 from llmsched.cli.figures.client_lag import loop_lags, settled_heap
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, LoopLag, ReportedUsage, RequestFailed, RequestRecord, RunRecord
-from llmsched.cli.figures.throughput import steady_window
-from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, arrivals, served
+from llmsched.cli.figures.token_times import CHUNKS, EXACT, USAGE, arrivals
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.engine.goodput import Slo
 
@@ -201,10 +200,3 @@ def test_a_run_in_which_nothing_was_sent() -> None:
     assert (figures.goodput.requests_per_s, figures.goodput.attainment["all"]) == (0.0, 0.0)
     assert figures.valid is False
     assert figures.warnings == ()
-
-
-def test_steady_window_is_from_the_median_e2e_to_the_first_end_after_the_last_send() -> None:
-    """Five requests, one a second, that take 1, 2, 3, 4 and 5 s."""
-    records = [RequestRecord(n, n, n, n, end=n + n + 1.0, chunks=[Chunk(n + n + 1.0, "x", 1)]) for n in range(5)]
-    done = [one for record in records if (one := served(record, None))]
-    assert steady_window(records, done) == (3.0, 5.0)

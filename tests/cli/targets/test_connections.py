@@ -7,19 +7,16 @@ import socket
 
 import httpx
 import pytest
+from measured_load import measure_load
 
 from llmsched.cli.bench.selfcheck.scripted_server import ScriptedServer
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets import http1
 from llmsched.cli.targets.http1 import TransportPool
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.interface import TargetUnreachableError
-from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.goodput import Slo
-from llmsched.engine.progress import silent
 from llmsched.engine.proxies import proxy_for
 
 
@@ -27,14 +24,8 @@ def bench(name: str, workload: SyntheticLoad) -> Measurement:
     async def main() -> Measurement:
         server = await asyncio.start_server(ScriptedServer().serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        target = HttpTarget(HttpOptions(f"http://127.0.0.1:{port}/{name}/v1"))
-        try:
-            await target.connect()
-            return await run_workload(target, workload, Slo(), ids=COMMON_IDS, timeout=20.0, progress=silent)
-        finally:
-            await target.close()
-            server.close()
-            await server.wait_closed()
+        async with server:
+            return await measure_load(f"http://127.0.0.1:{port}/{name}/v1", workload, timeout=20.0)
 
     return asyncio.run(main())
 
@@ -105,16 +96,8 @@ def test_a_proxy_that_accepts_no_connection_is_named(monkeypatch: pytest.MonkeyP
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         monkeypatch.setenv("ALL_PROXY", f"socks5://127.0.0.1:{reserved.getsockname()[1]}")
-
-        async def main() -> None:
-            target = HttpTarget(HttpOptions("http://host:8000"))
-            try:
-                await target.connect()
-            finally:
-                await target.close()
-
         with pytest.raises(TargetUnreachableError, match="through the proxy in ALL_PROXY, which NO_PROXY can avoid"):
-            asyncio.run(main())
+            asyncio.run(measure_load("http://host:8000", SyntheticLoad()))
 
 
 def test_a_proxy_without_a_scheme_speaks_http(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from measured_load import measure_load
 
 from llmsched.cli.figures.measure import Measurement
-from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.interface import TargetUnreachableError
-from llmsched.cli.targets.load_run import run_workload
-from llmsched.engine.goodput import Slo
-from llmsched.engine.progress import silent
 
 TEXTS = ("é", "漢", "😀")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -98,15 +94,9 @@ def bench(answer: Sequence[bytes], *, tls: ssl.SSLContext | None = None, host: s
     async def main() -> Measurement:
         server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
         url = f"{'http' if tls is None else 'https'}://{host}:{server.sockets[0].getsockname()[1]}"
-        target = HttpTarget(HttpOptions(url))
         work = SyntheticLoad(num_prompts=2, input_len=8, output_len=3, max_concurrency=1)
-        try:
-            await target.connect()
-            return await run_workload(target, work, Slo(), ids=COMMON_IDS, timeout=20.0, progress=silent)
-        finally:
-            await target.close()
-            server.close()
-            await server.wait_closed()
+        async with server:
+            return await measure_load(url, work, timeout=20.0)
 
     return asyncio.run(main())
 

@@ -11,6 +11,7 @@ import pytest
 from fake_server import FakeServer, Script, end, event, steady, token, usage
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_load import measure_load
 from virtual_time import run_virtual
 
 from llmsched.cli.figures.kv_memory import TargetState
@@ -21,13 +22,10 @@ from llmsched.cli.load.prompts import COMMON_IDS
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.answer import read_answer
 from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
-from llmsched.cli.targets.load_run import run_workload
 from llmsched.cli.targets.server_metrics import ServerMetrics
-from llmsched.engine.goodput import Slo
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.metrics import EngineMetrics
-from llmsched.engine.progress import silent
 
 
 def bench(script: Script, owner: str = "someone", **options: Any) -> Measurement:
@@ -35,18 +33,10 @@ def bench(script: Script, owner: str = "someone", **options: Any) -> Measurement
     return bench_of(FakeServer(lambda number: script, models={"data": [{"id": "m", "owned_by": owner}]}), **options)
 
 
-def bench_of(server: FakeServer, **options: Any) -> Measurement:
-    async def main() -> Measurement:
-        target = HttpTarget(HttpOptions("http://fake", **options), transport=server)
-        await target.connect()
-        work = SyntheticLoad(num_prompts=1, input_len=8, output_len=3)
-        ids = None if options.get("endpoint") == "chat" else COMMON_IDS
-        try:
-            return await run_workload(target, work, Slo(), ids=ids, timeout=9.0, progress=silent)
-        finally:
-            await target.close()
-
-    return run_virtual(main())
+def bench_of(server: FakeServer, work: SyntheticLoad | None = None, **options: Any) -> Measurement:
+    work = work or SyntheticLoad(num_prompts=1, input_len=8, output_len=3)
+    ids = None if options.get("endpoint") == "chat" else COMMON_IDS
+    return run_virtual(measure_load("http://fake", work, transport=server, ids=ids, timeout=9.0, **options))
 
 
 def delta(content: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -396,15 +386,7 @@ def test_hits_that_the_load_does_not_explain_are_a_warning(
 ) -> None:
     server = FakeServer(lambda number: steady(3, first=0.1, gap=0.1, prompt=prompt, cached=cached))
     work = SyntheticLoad(num_prompts=20, input_len=100, output_len=3, **settings)
-
-    async def main() -> Measurement:
-        target = HttpTarget(HttpOptions("http://fake"), transport=server)
-        try:
-            return await run_workload(target, work, Slo(), ids=COMMON_IDS, timeout=9.0, progress=silent)
-        finally:
-            await target.close()
-
-    found = [warning for warning in run_virtual(main()).warnings if "from its prefix cache" in warning]
+    found = [warning for warning in bench_of(server, work).warnings if "from its prefix cache" in warning]
     assert len(found) == warned
     if warned and not settings and prompt == 100:
         assert "served 96.0% of prompt tokens from its prefix cache, but the load itself repeats at" in found[0]

@@ -44,7 +44,7 @@ def test_a_config_is_all_it_needs(command: CommandLine, llama: str) -> None:
     assert (report["measured"], report["calibration_error"]) == (False, None)
     assert (report["completed"], report["failed"], report["valid"]) == (60, 0, True)
     assert report["output_tokens"] == 60 * 20
-    assert report["where"] == "NVIDIA H100 SXM5 80GB"
+    assert (report["where"], report["refused_by_serve"]) == ("NVIDIA H100 SXM5 80GB", None)
     assert report["engine"]["max_model_len"] == 131072
     # 8 billion weights of 2 bytes over 3.35 TB/s: no step can be faster, and none of these takes three times as long.
     assert 4.8 < report["itl_ms"]["p50"] < 14.4
@@ -88,36 +88,11 @@ def test_variants_of_quantised_weights(command: CommandLine, llama: str) -> None
     assert all(run["memory"]["weights"] < 7e9 for run in outcome.json["runs"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--quantization", "fp8"), "--quantization: applies only to --simulate"),
-        (("--quantization", "fp8", "--simulate", "local"), "local serves the model as it is"),
-        (("--quantization", "fp7", "--simulate", "h100"), "--quantization: must be one of fp8, fp8_block, awq"),
-    ],
-)
-def test_quantised_weights_that_are_refused(
-    command: CommandLine, llama: str, flags: tuple[str, ...], said: str
-) -> None:
-    outcome = command("bench", llama, *flags)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert said in outcome.err
-
-
-def test_a_model_that_serve_takes(command: CommandLine, llama: str) -> None:
-    report = command("bench", llama, "--simulate", "h100", "--num-prompts", "2", "--output-len", "2", "--json").json
-    assert report["refused_by_serve"] is None
-
-
 def test_the_steps_of_another_engine(command: CommandLine, llama: str) -> None:
     usual, other = (command("bench", llama, "--simulate", name, *LOAD, "--json").json for name in ("h100", "h100:nim"))
     assert (usual["where"], other["where"]) == ("NVIDIA H100 SXM5 80GB", "NVIDIA H100 SXM5 80GB, steps as of nim")
     assert other["itl_ms"]["p50"] != usual["itl_ms"]["p50"]
     assert other["published_error"] == find_engine("nim").shares["hopper"].error
-    for name in ("h100:", "h100:vlm"):
-        outcome = command("bench", llama, "--simulate", name, *LOAD)
-        assert outcome.code == 2
-        assert "is not a known engine class; known are default" in outcome.err
 
 
 def test_the_same_seed_gives_the_same_bytes(command: CommandLine, llama: str) -> None:
@@ -158,20 +133,20 @@ def test_prompts_with_a_common_prefix_are_served_from_the_cache(command: Command
         (("--simulate", "h100", "--text-prompts"), "--text-prompts: only has an effect with the URL of a server"),
         (("--simulate", "t4"), "weights"),
         (("--simulate", "v100-32gb", "--dtype", "bfloat16"), "Tesla V100 SXM2 32GB cannot multiply bfloat16"),
+        (("--simulate", "h100:"), "is not a known engine class; known are default"),
+        (("--simulate", "h100:vlm"), "is not a known engine class; known are default"),
+        (("--quantization", "fp8"), "--quantization: applies only to --simulate"),
+        (("--quantization", "fp8", "--simulate", "local"), "local serves the model as it is"),
+        (("--quantization", "fp7", "--simulate", "h100"), "--quantization: must be one of fp8, fp8_block, awq"),
     ],
 )
 def test_bad_input_is_one_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:
-    outcome = command("bench", llama, *arguments)
-    assert outcome.code == 2
-    assert words in outcome.err
-    assert outcome.err.count("error:") == 1
-    assert outcome.out == ""
+    assert words in command.refused("bench", llama, *arguments)
 
 
 def test_a_url_is_measured_not_simulated(command: CommandLine) -> None:
-    outcome = command("bench", "http://localhost:1", "--simulate", "h100")
-    assert outcome.code == 2
-    assert "a running server is measured, not simulated" in outcome.err
+    error = command.refused("bench", "http://localhost:1", "--simulate", "h100")
+    assert "a running server is measured, not simulated" in error
 
 
 def test_keys_are_those_of_a_measured_run(llama: str) -> None:

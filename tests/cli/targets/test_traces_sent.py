@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 from fake_server import FakeServer, steady
+from measured_load import measure_load
 from virtual_time import run_virtual
 
-from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.load.prompts import COMMON_IDS, WordEncoder
 from llmsched.cli.load.trace_load import TraceLoad
 from llmsched.cli.load.traces.trace import Content, Trace, TraceRequest
-from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
-from llmsched.cli.targets.load_run import run_workload
-from llmsched.engine.goodput import Slo
-from llmsched.engine.progress import silent
 
 CHAT = ({"role": "system", "content": "be kind"}, {"role": "user", "content": "hello you"})
 TEXTS = Trace(
@@ -33,22 +29,10 @@ TEXTS = Trace(
 )
 
 
-def send(
-    trace: Trace, ids: range | None, encode: WordEncoder | None = None, owner: str = "", seed: int = 0, **options: Any
-) -> FakeServer:
+def send(trace: Trace, ids: range | None, owner: str = "", seed: int = 0, **options: Any) -> FakeServer:
     server = FakeServer(lambda number: steady(3, first=0.1, gap=0.1), {"data": [{"id": "m", "owned_by": owner}]})
-
-    async def main() -> Measurement:
-        target = HttpTarget(HttpOptions("http://fake", **options), transport=server)
-        target.encode = encode
-        await target.connect()
-        load = TraceLoad(trace=trace, prompt_seed=seed)
-        try:
-            return await run_workload(target, load, Slo(), ids=ids, timeout=None, progress=silent)
-        finally:
-            await target.close()
-
-    figures = run_virtual(main())
+    load = TraceLoad(trace=trace, prompt_seed=seed)
+    figures = run_virtual(measure_load("http://fake", load, transport=server, ids=ids, **options))
     assert (figures.requests.completed, figures.rates.asked) == (2, 0.4)
     return server
 
@@ -66,7 +50,7 @@ def test_completions_get_their_text() -> None:
 
 def test_completions_get_token_ids_where_the_tokenizer_is_known() -> None:
     ids = range(7)
-    bodies = send(TEXTS, ids, WordEncoder(ids)).bodies
+    bodies = send(TEXTS, ids, encode=WordEncoder(ids)).bodies
     assert [body["prompt"] for body in bodies] == [
         WordEncoder(ids).prompt(Content("be kind hello you")),
         WordEncoder(ids).prompt(Content("hello")),
