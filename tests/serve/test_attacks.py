@@ -171,19 +171,24 @@ def test_one_byte_chunks(url: str) -> None:
     assert_lively(health)
 
 
-def test_one_byte_chunks_without_the_key() -> None:
+@pytest.fixture(scope="module")
+def locked_url() -> Iterator[str]:
     with scripted_process(access={"api_key": "secret"}) as (_, url):
-        begun = time.monotonic()
-        with attacks.watched(url) as health:
-            assert all_at_once(32, lambda _: one_byte_chunks(url, 1_000_000)) == {401: 32}
-        assert_lively(health)
-        assert time.monotonic() - begun < 20
+        yield url
+
+
+def test_one_byte_chunks_without_the_key(locked_url: str) -> None:
+    begun = time.monotonic()
+    with attacks.watched(locked_url) as health:
+        assert all_at_once(32, lambda _: one_byte_chunks(locked_url, 1_000_000)) == {401: 32}
+    assert_lively(health)
+    assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/reset_prefix_cache"])
-def test_without_the_key_no_body_is_awaited(path: str) -> None:
+def test_without_the_key_no_body_is_awaited(locked_url: str, path: str) -> None:
     request = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n\r\n{{".encode()
-    with scripted_process(access={"api_key": "secret"}) as (_, url), idle_connections(url, 1, request) as (each,):
+    with idle_connections(locked_url, 1, request) as (each,):
         assert each.recv(1 << 16).startswith(b"HTTP/1.1 401")
 
 
