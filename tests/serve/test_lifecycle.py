@@ -97,6 +97,20 @@ def test_engine_failure(make_server: Callable[..., ScriptedServer], caplog: pyte
     assert "the engine has failed" in caplog.text
 
 
+def test_an_engine_that_fails_while_draining_ends_with_one(make_server: Callable[..., ScriptedServer]) -> None:
+    server = make_server(grace_s=60.0)
+    server.script.step_s = 0.05
+    with httpx.stream("POST", server.url + PATH, json={**LONG, "stream": True}, timeout=30) as answer:
+        events = events_of(answer)
+        next(events)
+        server.drain()
+        while httpx.get(server.url + "/health", timeout=20).json()["status"] == "ok":
+            pass
+        server.script.fail_at_step = server.executor.steps
+        assert "scripted failure" in json.loads(list(events)[-1])["error"]["message"]
+    assert server.join() == 1
+
+
 def test_sigterm_ends_a_process_whose_step_hangs() -> None:  # S06
     with (
         scripted_process(60) as (child, url),
