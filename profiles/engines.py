@@ -31,7 +31,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Kind of engines, such as vLLM: its fixed times in seconds per step, per layer and per sampled sequence.
+    """Kind of engine, such as vLLM: its fixed times in seconds per step, per layer and per sampled sequence.
 
     `shares` maps the key of a GPU, a GPU architecture or "default" to the Efficiency that applies there.
     """

@@ -62,7 +62,9 @@ def tune(
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option("--rounds", min=1, show_default="3", help="Maximum number of full runs of each leading setting."),
+        typer.Option(
+            "--rounds", min=1, show_default=str(_ROUNDS), help="Maximum number of full runs of each leading setting."
+        ),
     ] = None,
     time_limit: Annotated[
         float,
