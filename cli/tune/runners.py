@@ -174,7 +174,7 @@ class SimulatedRunner(TrialRunner):
         return self.simulate(setting, requests, round_index, rate)
 
     def simulate(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        """Do what `run` does, but synchronously. Raises ConfigError for a setting above the limits of the memory plan."""
+        """Do what `run` does, but synchronously. Raises ConfigError for a setting above the memory plan's limits."""
         start, work, engine = time.perf_counter(), self._work.at_rate(rate, requests), self._make_engine()
         engine.reconfigure(**asdict(setting))
         meter, peak_running = KVMeter(), 0
