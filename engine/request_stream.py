@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import RequestOutput
-
-#: Most unread outputs of a request; beyond that, new outputs are merged into the last one of their choice.
-MAX_PENDING_OUTPUTS = 256
 
 
 class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["RequestStream"]):
@@ -20,41 +16,56 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
     It raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
     after `AsyncEngine.submit` returned. Leaving the stream's `async with` block early aborts the request. For use on
     the event loop only.
+
+    Outputs of a choice that were not read before the next one came are merged. A reader of several streams may give
+    them one `ready` event, which is set when there is something to `take`. With `wakes_at_end`, it is set only when a
+    choice or the stream has ended. A reader may also set `pass_on`, which gets each output first; an output for which
+    it returns True is read.
     """
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._unfinished = num_choices
         self._abort = abort
-        self._pending: deque[RequestOutput] = deque()
-        self._error: LlmschedError | None = None
-        self._ready = asyncio.Event()
+        #: Unread outputs by choice.
+        self._unread: dict[int, RequestOutput] = {}
+        self.error: LlmschedError | None = None
+        self.ready = asyncio.Event()
+        self.wakes_at_end = False
+        self.pass_on: Callable[[RequestOutput], bool] | None = None
 
     def deliver(self, output: RequestOutput) -> None:
-        """Add an output without blocking.
-
-        If MAX_PENDING_OUTPUTS outputs are unread, merge the new output into the last unread output of the same choice.
-        """
-        if output.finished:
-            self._unfinished -= 1
-        last = None
-        if len(self._pending) >= MAX_PENDING_OUTPUTS:
-            last = next((pending for pending in reversed(self._pending) if pending.index == output.index), None)
-        if last is None:
-            self._pending.append(output)
+        """Add an output without blocking. Merge it into the unread output of the same choice, if there is one."""
+        try:
+            if self.pass_on is not None and self.pass_on(output):
+                return
+        except Exception:  # the reader meets the error when it handles the output
+            self.pass_on = None
+        if (unread := self._unread.get(output.index)) is None:
+            self._unread[output.index] = output
         else:
-            _merge(last, output)
-        self._ready.set()
+            _merge(unread, output)
+        if output.finish_reason is not None:
+            self._unfinished -= 1
+        elif self.wakes_at_end:
+            return
+        self.ready.set()
 
     def fail(self, error: LlmschedError) -> None:
-        """End the stream with an error, which the reader gets after the pending outputs."""
-        self._error = error
-        self._ready.set()
+        """End the stream with an error, which the reader gets after the unread outputs."""
+        self.error = error
+        self.ready.set()
+
+    def take(self) -> list[RequestOutput]:
+        """Return the unread outputs, at most one of each choice."""
+        outputs = list(self._unread.values())
+        self._unread.clear()
+        return outputs
 
     @property
     def finished(self) -> bool:
         """True if all choices have ended or the stream has failed; outputs may still be unread."""
-        return self._unfinished == 0 or self._error is not None
+        return self._unfinished == 0 or self.error is not None
 
     def abort(self) -> None:
         """End the request unless it has ended."""
@@ -62,14 +73,14 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
             self._abort(self.request_id)
 
     async def __anext__(self) -> RequestOutput:
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
+        while not self._unread:
+            if self.error is not None:
+                raise self.error
             if self._unfinished == 0:
                 raise StopAsyncIteration
-            self._ready.clear()
-            await self._ready.wait()
-        return self._pending.popleft()
+            self.ready.clear()
+            await self.ready.wait()
+        return self._unread.pop(next(iter(self._unread)))
 
     async def __aexit__(self, *_: object) -> None:
         self.abort()

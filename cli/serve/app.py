@@ -203,5 +203,5 @@ class _ServedModel:
         generation = Generation(self._engine, choice_format, self._model_name, priority, http.state.request_id)
         self.answer_ids.add(http.state.request_id, generation.id)
         if request.stream:
-            return EventStream(generation.events(), generation.abort, self.limits.sse_keep_alive)
+            return EventStream(generation.events, generation.abort, self.limits.sse_keep_alive)
         return json_response(await until_disconnect(http.receive, generation.whole()))

@@ -99,6 +99,16 @@ class ChoiceFormat(ABC):
     whole_object = ""
     chunk_object = ""
 
+    @property
+    def has_only_text(self) -> bool:
+        """True if the chunks of a stream, besides the first and the last of each choice, have only text."""
+        return not (self.request.return_token_ids or self.has_logprobs)
+
+    @property
+    @abstractmethod
+    def has_logprobs(self) -> bool:
+        """True if the request asks for log-probabilities."""
+
     def opening(self) -> Iterable[dict[str, Any]]:
         """Yield the choices that a stream sends before the first output, one per chunk."""
         return ()
@@ -156,11 +166,15 @@ class CompletionFormat(ChoiceFormat):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
+    @property
+    def has_logprobs(self) -> bool:
+        return self.request.logprobs is not None
+
     def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
         return {"text": delta.text}
 
     def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
-        if self.request.logprobs is not None:
+        if self.has_logprobs:
             delta.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if prompt is not None and self.request.echo:
             if delta.logprobs is None and prompt.text is not None:
@@ -202,6 +216,10 @@ class ChatFormat(ChoiceFormat):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    @property
+    def has_logprobs(self) -> bool:
+        return bool(self.request.logprobs)
+
     def opening(self) -> Iterable[dict[str, Any]]:
         for index in range(self.request.n or 1):
             delta = {"role": "assistant", "content": ""}
@@ -213,7 +231,7 @@ class ChatFormat(ChoiceFormat):
         return {"delta": {"content": delta.text} if delta.text else {}}
 
     def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
-        if self.request.logprobs:
+        if self.has_logprobs:
             rows = zip(output.logprobs or [], output.pieces, strict=True)
             delta.logprobs = {"content": [self._row(entry, piece) for entry, piece in rows]}
 

@@ -6,17 +6,21 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from llmsched.cli.serve.api_errors import ApiError, api_error
 from llmsched.cli.serve.choices import ChoiceDelta, ChoiceFormat
-from llmsched.cli.serve.http_body import DONE, event
+from llmsched.cli.serve.http_body import DONE, event, json_line
+from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import FinishReason, RequestOutput
 from llmsched.engine.request_stream import RequestStream
 from llmsched.engine.service import AsyncEngine
 
 logger = logging.getLogger(__name__)
+
+#: Text that is replaced in a frame; see `Generation._frame`.
+_PLACEHOLDER = "\0"
 
 
 def engine_ids(request_id: str, num_prompts: int) -> list[str]:
@@ -45,7 +49,12 @@ class Generation:
         self._head = {"created": int(time.time()), "model": model_name}
         #: The latest output of each choice, by prompt index and choice index.
         self._latest: dict[tuple[int, int], RequestOutput] = {}
+        #: What is sent before and after the text of a chunk that has nothing but text, for each choice that has begun.
+        self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self._streams: list[RequestStream] = []
+        self._ready = asyncio.Event()
+        self._is_waiting = False
+        self._write: Callable[[bytes], bool] = lambda _: False
         request = choice_format.request
         options = request.stream_options
         self._include_usage = bool(options and options.include_usage)
@@ -60,6 +69,7 @@ class Generation:
                     priority=priority,
                     cache_salt=request.cache_salt or "",
                 )
+                stream.ready = self._ready
                 self._streams.append(stream)
         except BaseException:
             self.abort()
@@ -73,23 +83,33 @@ class Generation:
     async def whole(self) -> dict[str, Any]:
         """Return the whole answer. Raises ApiError if a prompt fails, and EngineDeadError if the engine fails."""
         choices: dict[int, ChoiceDelta] = {}
+        for stream in self._streams:
+            stream.wakes_at_end = True
         try:
-            async for delta in self._deltas():
-                if (begun := choices.setdefault(delta.index, delta)) is not delta:
-                    begun.add(delta)
+            async for outputs in self._outputs():
+                for prompt_index, output in outputs:
+                    delta = self._delta(prompt_index, output)
+                    if (begun := choices.setdefault(delta.index, delta)) is not delta:
+                        begun.add(delta)
         finally:
             self.abort()
         bodies = [self._format.choice(choices[index], whole=True) for index in sorted(choices)]
         return self._envelope(self._format.whole_object, bodies) | {"usage": self._usage()}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as server-sent events. If the request fails, the last event is an error, not [DONE]."""
+    async def events(self, write: Callable[[bytes], bool]) -> AsyncGenerator[bytes, None]:
+        """Yield the answer as server-sent events; those of one step come together.
+
+        Events that `write` takes (it returns True) while this generator waits are not yielded. If the request fails,
+        the last event is an error, not [DONE].
+        """
+        if len(self._streams) == 1 and (self._format.request.n or 1) == 1:
+            self._write, self._streams[0].pass_on = write, self._pass_on
         try:
-            for choice in self._format.opening():
-                yield self._chunk([choice])
-            async for delta in self._deltas():
-                if (choice_or_none := self._format.chunk(delta)) is not None:
-                    yield self._chunk([choice_or_none])
+            if opening := b"".join(self._chunk([choice]) for choice in self._format.opening()):
+                yield opening
+            async for outputs in self._outputs():
+                if events := b"".join([self._event(prompt_index, output) for prompt_index, output in outputs]):
+                    yield events
             if self._include_usage:
                 yield event(self._envelope(self._format.chunk_object, []) | {"usage": self._usage()})
             yield DONE
@@ -101,14 +121,66 @@ class Generation:
         finally:
             self.abort()
 
-    async def _deltas(self) -> AsyncIterator[ChoiceDelta]:
-        async for prompt_index, output in _merged(self._streams):
-            if output.finish_reason is FinishReason.ERROR:
-                raise ApiError(500, f"the request failed: {output.error}", code="generation_failed")
-            if output.finish_reason is FinishReason.ABORT:
-                raise ApiError(503, "the request was ended by the server", code="aborted")
-            self._latest[prompt_index, output.index] = output
-            yield self._format.delta(prompt_index, output)
+    async def _outputs(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+        """Yield the outputs of all prompts as they arrive, each with its prompt index; those of one step come together.
+
+        If a prompt fails, raises its error after the output that was generated before.
+        """
+        error: LlmschedError | None = None
+        finished = False
+        while not finished:
+            self._is_waiting = True
+            try:
+                await self._ready.wait()
+            finally:
+                self._is_waiting = False
+            self._ready.clear()
+            finished = all(stream.finished for stream in self._streams)
+            outputs = []
+            for prompt_index, stream in enumerate(self._streams):
+                for output in stream.take():
+                    if (failure := _failure(output)) is not None:
+                        error, output.finish_reason = failure, None
+                    if failure is None or output.token_ids:
+                        outputs.append((prompt_index, output))
+                error = error or stream.error
+            if outputs:
+                yield outputs
+            if error is not None:
+                raise error
+
+    def _delta(self, prompt_index: int, output: RequestOutput) -> ChoiceDelta:
+        self._latest[prompt_index, output.index] = output
+        return self._format.delta(prompt_index, output)
+
+    def _event(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """Return the event for an output; b"" if there is nothing to send."""
+        choice = prompt_index, output.index
+        if output.finish_reason is None and (frame := self._frames.get(choice)) is not None:
+            self._latest[choice] = output
+            return frame[0] + json_line(output.text) + frame[1] if output.text else b""
+        delta = self._delta(prompt_index, output)
+        if self._format.has_only_text and not self._usage_so_far:
+            self._frames[choice] = self._frame(delta.index)
+        content = self._format.chunk(delta)
+        return b"" if content is None else self._chunk([content])
+
+    def _pass_on(self, output: RequestOutput) -> bool:
+        """Write the event for an output without waking `events`, which takes ten times as long.
+
+        Return False if this is not possible, for example because an earlier event is not written yet.
+        """
+        is_next = self._is_waiting and not self._ready.is_set()
+        if not is_next or output.finish_reason is not None or (0, output.index) not in self._frames:
+            return False
+        event_or_empty = self._event(0, output)
+        return not event_or_empty or self._write(event_or_empty)
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what is sent before and after the text of a chunk. Most chunks of a stream differ only in the text."""
+        content = self._format.choice(ChoiceDelta(index, _PLACEHOLDER, []), whole=False)
+        before, _, after = self._chunk([content]).partition(json_line(_PLACEHOLDER))
+        return before, after
 
     def _usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage` object with the token counts so far. A prompt with many choices counts once."""
@@ -134,28 +206,10 @@ class Generation:
         return {"id": self.id, "object": kind, **self._head, "choices": choices}
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield the outputs of all streams as they arrive, each with the index of its stream."""
-    if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
-        return
-    waiting = {_next_of(stream): index for index, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = waiting.pop(task)
-                if (output_or_none := task.result()) is not None:
-                    waiting[_next_of(streams[index])] = index
-                    yield index, output_or_none
-    finally:
-        for task in waiting:
-            task.cancel()
-
-
-def _next_of(stream: RequestStream) -> asyncio.Task[RequestOutput | None]:
-    async def take() -> RequestOutput | None:
-        return await anext(stream, None)
-
-    return asyncio.create_task(take())
+def _failure(output: RequestOutput) -> ApiError | None:
+    """Return the error for an output with which its choice ended early, or None."""
+    if output.finish_reason is FinishReason.ERROR:
+        return ApiError(500, f"the request failed: {output.error}", code="generation_failed")
+    if output.finish_reason is FinishReason.ABORT:
+        return ApiError(503, "the request was ended by the server", code="aborted")
+    return None

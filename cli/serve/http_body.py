@@ -24,42 +24,51 @@ _COMMENT = b": waiting\n\n"
 _LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")}
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytearray:
     """Return the whole body. Raises ApiError 413 if it has more than `max_bytes`, without reading the rest."""
     length = request.headers.get("content-length", "")
-    chunks, size = [], int(length) if length.isdigit() else 0
+    body, size = bytearray(), int(length) if length.isdigit() else 0
     if size <= max_bytes:
-        size = 0
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
+            body += chunk
+            if (size := len(body)) > max_bytes:
                 break
-            chunks.append(chunk)
     if size > max_bytes:
         raise ApiError(
             413,
             f"the body is larger than {max_bytes} bytes, the most that this server accepts (max_body_size)",
             code="request_too_large",
         )
-    return b"".join(chunks)
+    return body
+
+
+def json_line(content: Any) -> bytes:
+    """Return JSON on one line. Every character that may end a line is escaped."""
+    line = to_json(content)
+    if not line.isascii():
+        for char, escaped in _LINE_BREAKS.items():
+            line = line.replace(char, escaped)
+    return line
 
 
 def event(content: Any) -> bytes:
-    """Return a server-sent event with JSON data on one line. Every character that may end a line is escaped."""
-    line = to_json(content)
-    for char, escaped in _LINE_BREAKS.items():
-        line = line.replace(char, escaped)
-    return b"data: " + line + b"\n\n"
+    """Return a server-sent event with JSON data."""
+    return b"data: " + json_line(content) + b"\n\n"
 
 
 class EventStream(Response):
     """Response that streams events. It calls `close` when the stream ends or fails, or the client disconnects.
 
-    After `keep_alive_s` seconds without an event (0: never), it sends a comment, so that proxies keep the connection.
+    `events` gets a function that writes an event at once, and must yield an event for which the function returns False.
+    After `keep_alive_s` seconds without an event (0: never), the response sends a comment, so that proxies keep the
+    connection.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], close: Callable[[], None], keep_alive_s: float = 0.0
+        self,
+        events: Callable[[Callable[[bytes], bool]], AsyncGenerator[bytes, None]],
+        close: Callable[[], None],
+        keep_alive_s: float = 0.0,
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -72,17 +81,21 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self._send(send, scope["state"]["write_now"]))
         except ClientDisconnect:
             return
         finally:
             self._close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, write_now: Callable[[bytes], bool]) -> None:
+        def write(events: bytes) -> bool:
+            self._is_silent = False
+            return write_now(events)
+
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         comments = asyncio.ensure_future(self._send_comments(send))
         try:
-            async with aclosing(self._events) as events:
+            async with aclosing(self._events(write)) as events:
                 async for chunk in events:
                     self._is_silent = False
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})

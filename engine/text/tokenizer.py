@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.errors import RequestError
@@ -39,6 +39,8 @@ class Tokenizer:
         self.bos_token_id: int | None = fast.bos_token_id
         self.eos_token_ids = frozenset[int]() if fast.eos_token_id is None else frozenset({int(fast.eos_token_id)})
         self._added = self.backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        self.token_bytes = lru_cache(maxsize=1 << 16)(self._token_bytes)
         self._special = sorted(
             (token.content for token in self._added.values() if token.special), key=len, reverse=True
         )
@@ -114,7 +116,7 @@ class Tokenizer:
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be a special token; b"" for an id without a token.
 
         An added token of a byte-level tokenizer is read as byte-level text if possible, else encoded as UTF-8.
@@ -134,7 +136,10 @@ class Tokenizer:
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text` without encoding it; 0 if none is known."""
         longest, dropped = self._token_limits
-        return 0 if longest is None else -(-len(text.replace(_MARK, "").encode().translate(None, dropped)) // longest)
+        if longest is None:
+            return 0
+        encoded = text.replace(_MARK, "").encode()
+        return -(-len(encoded.translate(None, dropped) if dropped else encoded) // longest)
 
     @cached_property
     def _token_limits(self) -> tuple[int | None, bytes]:
@@ -162,8 +167,7 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Return True if decode(skip_special_tokens=True) omits the token of this id."""
-        added = self._added.get(token_id)
-        return added is not None and bool(added.special)
+        return token_id in self._special_ids
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from llmsched.engine.executor.simulated_executor import VirtualClock
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams
-from llmsched.engine.request_stream import MAX_PENDING_OUTPUTS, RequestStream
+from llmsched.engine.request_stream import RequestStream
 from llmsched.engine.service import AsyncEngine
 
 T = TypeVar("T")
@@ -120,9 +120,12 @@ async def test_outputs_come_in_order_and_end() -> None:
     async with running() as it:
         it.executor.run_freely()
         outputs = await read(it.submit("a", max_tokens=5))
-        assert [output.token_ids for output in outputs] == [[97], [98], [99], [100], [101]]
-        assert [output.finish_reason for output in outputs] == [None] * 4 + [FinishReason.LENGTH]
-        assert [output.num_output_tokens for output in outputs] == [1, 2, 3, 4, 5]
+        assert [token for output in outputs for token in output.token_ids] == [97, 98, 99, 100, 101]
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert [output.num_output_tokens for output in outputs] == [
+            sum(len(output.token_ids) for output in outputs[: number + 1]) for number in range(len(outputs))
+        ]
         assert it.service.stats().generation_tokens == 5
         assert it.service.healthy
 
@@ -137,35 +140,37 @@ async def test_the_outputs_of_all_choices_come_through_one_stream() -> None:
 
 
 @scenario
-async def test_a_slow_reader_gets_everything_in_few_outputs() -> None:
-    count = MAX_PENDING_OUTPUTS + 150
-    async with running() as it:
-        slow = it.submit("slow", max_tokens=count, logprobs=1)
+async def test_a_slow_reader_gets_everything_in_one_output_of_each_choice() -> None:
+    count = 300
+    async with running(max_num_seqs=3) as it:
+        slow = it.submit("slow", max_tokens=count, logprobs=1, n=2)
         quick = it.submit("quick", max_tokens=count)
         it.executor.run_freely()
         await read(quick)
         outputs = await read(slow)
-        assert len(outputs) == MAX_PENDING_OUTPUTS
-        tokens = [token for output in outputs for token in output.token_ids]
-        assert tokens == [97 + position % 26 for position in range(count)]
-        assert "".join(o.text for o in outputs) == it.service.core.tokenizer.decode(tokens)
-        assert [entry.token_id for o in outputs for entry in o.logprobs or []] == tokens
-        assert "".join(piece for o in outputs for piece in o.pieces) == "".join(o.text for o in outputs)
-        assert outputs[-1].num_output_tokens == count
-        assert [o.finish_reason for o in outputs] == [None] * (MAX_PENDING_OUTPUTS - 1) + [FinishReason.LENGTH]
+        assert [output.index for output in outputs] == [0, 1]
+        for output in outputs:
+            assert output.token_ids == [97 + position % 26 for position in range(count)]
+            assert output.text == it.service.core.tokenizer.decode(output.token_ids)
+            assert [entry.token_id for entry in output.logprobs or []] == output.token_ids
+            assert "".join(output.pieces) == output.text
+            assert output.num_output_tokens == count
+            assert output.finish_reason is FinishReason.LENGTH
 
 
 @scenario
-async def test_a_slow_reader_of_several_choices_gets_each_choice_whole() -> None:
-    count = MAX_PENDING_OUTPUTS // 2 + 50
+async def test_an_output_that_is_not_passed_on_is_read() -> None:
     async with running() as it:
-        slow, quick = it.submit("slow", max_tokens=count, n=2), it.submit("quick", max_tokens=count)
+        stream = it.submit("a", max_tokens=6)
+        answers = iter([True, False])
+
+        def pass_on(output: RequestOutput) -> bool:
+            return next(answers)  # raises StopIteration at the third output
+
+        stream.pass_on = pass_on
         it.executor.run_freely()
-        await read(quick)
-        outputs = await read(slow)
-        for index in range(2):
-            tokens = [token for o in outputs if o.index == index for token in o.token_ids]
-            assert tokens == [97 + position % 26 for position in range(count)]
+        outputs = await read(stream)
+        assert [token for output in outputs for token in output.token_ids] == [98, 99, 100, 101, 102]
 
 
 @scenario
@@ -401,8 +406,9 @@ async def test_drain_waits_for_the_last() -> None:
         it.executor.allow()
         assert (await read(short))[-1].finish_reason is FinishReason.LENGTH
         it.executor.allow(3)
-        for _ in range(3):
-            await patient(anext(long))
+        num_tokens = 0
+        while num_tokens < 3:
+            num_tokens += len((await patient(anext(long))).token_ids)
         assert not draining.done()
         it.executor.run_freely()
         await read(long)

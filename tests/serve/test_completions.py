@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -67,7 +68,9 @@ def test_sixteen_tokens_unless_asked_otherwise(http: httpx.Client) -> None:  # C
 def test_a_stream_has_one_id_and_one_end(http: httpx.Client) -> None:  # B13, B19
     chunks = chunks_of(http, "hello", max_tokens=3)
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
-    assert joined(chunks) == ("abc", [None, None, "length"])
+    text, reasons = joined(chunks)
+    assert text == "abc"
+    assert reasons == [*[None] * (len(reasons) - 1), "length"]
     assert all("usage" not in chunk for chunk in chunks)
 
 
@@ -83,7 +86,9 @@ def test_usage_in_every_chunk_when_asked(http: httpx.Client, last_too: bool) -> 
     options = {"continuous_usage_stats": True, "include_usage": last_too}
     chunks = chunks_of(http, ["hello", "x"], max_tokens=3, stream_options=options)
     usages = [chunk["usage"] for chunk in chunks]
-    assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3, 4, 5, 6, *([6] if last_too else [])]
+    letters = [len("".join(choice["text"] for choice in chunk["choices"])) for chunk in chunks]
+    assert [usage["completion_tokens"] for usage in usages] == list(accumulate(letters))
+    assert (usages[-1]["completion_tokens"], letters[-1] == 0) == (6, last_too)
     assert {usage["prompt_tokens"] for usage in usages} == {usages[0]["prompt_tokens"]}
 
 

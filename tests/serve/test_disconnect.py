@@ -104,7 +104,7 @@ def test_while_it_waits(server: ScriptedServer, streamed: bool) -> None:  # C01
 
 
 def test_while_its_prompt_is_computed(server: ScriptedServer) -> None:  # C01
-    server.script.step_s = 0.1
+    server.script.step_s = 0.2
     client = Leaver(server.url, COMPLETIONS, {"prompt": [10] * 500, "max_tokens": 1, "stream": True})
     assert until(running(server, 1))
     client.leave()

@@ -247,7 +247,7 @@ def test_tokenising_ends_when_the_client_leaves(
             f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         assert begun.wait(20)
-    time.sleep(0.5)  # until the server has seen it
+    time.sleep(1.0)  # until the server has seen it
     go_on.set()
     assert httpx.post(server.url + COMPLETIONS, json={"prompt": "last"}, timeout=20).status_code == 200
     assert encoded == ["prompt 0", "last"]
