@@ -14,7 +14,7 @@ import pytest
 from scripted import ScriptedServer
 
 from llmsched.cli.serve.connections import Connection
-from llmsched.cli.serve.limits import HttpLimits
+from llmsched.cli.serve.http_limits import HttpLimits
 
 
 def post(streamed: bool = False, max_tokens: int = 3) -> bytes:
