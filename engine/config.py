@@ -109,6 +109,9 @@ class EngineConfig:
         low=0,
         high=0.9,
     )
+    async_scheduling: bool = knob(
+        True, "on a GPU, schedule and launch each step before the results of the step before it are known"
+    )
     preemption_mode: PreemptionMode = knob(
         "auto",
         "what happens to the KV of a preempted request: recompute drops it, swap copies it to host memory while "

@@ -77,6 +77,11 @@ class SamplingParams:
         """True if the most likely token is always chosen."""
         return self.temperature == 0
 
+    @property
+    def has_penalties(self) -> bool:
+        """True if the tokens so far change the logits of the next token."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 def within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
     """Raise RequestError unless low <= value <= high (None: no bound); the error's `param` is `param` or `name`."""
@@ -115,6 +120,9 @@ class Sequence:
     the first output token that is in `stop_ids`: a stop token id or, without ignore_eos, an end-of-sequence id. The
     sampler does not choose such a token until min_tokens tokens have been generated. `seed` combines the request's seed
     and the index of the choice.
+
+    `num_pending_tokens`, 0 or 1, is the number of tokens at the end of the sequence that a launched step samples and
+    whose ids are not known yet. They count in `num_tokens` and `num_output_tokens`, but are not in `token_ids`.
     """
 
     request_id: str
@@ -123,24 +131,26 @@ class Sequence:
     sampling: SamplingParams
     seed: int
     stop_ids: frozenset[int]
+    num_pending_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Request(Sequence):
     """Sequence with its scheduling state. An API request with n > 1 becomes n Requests.
 
-    Invariant: num_computed_tokens <= num_tokens, and `block_table` holds the KV of the first num_computed_tokens
-    tokens. The step that computes the last token of the sequence samples a new token. Times are in seconds of the
-    engine's clock. `rank` orders the queue (lowest first). `num_passed` counts the requests that were admitted while
-    this request was first in the queue. `num_lost_tokens` is num_computed_tokens at the last preemption.
+    Invariant: num_computed_tokens <= len(token_ids), and `block_table` holds the KV of the first num_computed_tokens
+    tokens, as soon as the launched steps are computed. The step that computes the last token of the sequence samples a
+    new token. Times are in seconds of the engine's clock. `rank` orders the queue (lowest first). `num_passed` counts
+    the requests that were admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens
+    at the last preemption.
     While the request waits, `encoded` has its token ids as bytes for prefix lookups, and `swapped` has its KV if the KV
     was copied to host memory.
     """

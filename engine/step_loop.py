@@ -1,15 +1,14 @@
-"""Step loop of the real and the simulated engine: schedule, execute, observe, update."""
+"""Step loop of the real and the simulated engine: schedule, launch, collect, settle."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import count
-from typing import Unpack
+from typing import ClassVar, NamedTuple, Unpack
 
 from llmsched.engine.config import Limits, ResolvedConfig, check_limits
 from llmsched.engine.errors import ConfigError, QueueFullError, RequestError, is_out_of_memory, one_line
-from llmsched.engine.executor.base import Executor, StepPlan
+from llmsched.engine.executor.base import Executor, Pending, StepPlan, StepResult
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.scheduler.baselines import make_scheduler
@@ -17,15 +16,29 @@ from llmsched.engine.scheduler.scheduler import Update
 
 logger = logging.getLogger(__name__)
 
-#: Most attempts at a step that runs out of memory. Each has at most half of the tokens of the one before it.
-MAX_ATTEMPTS = 6
+
+class _LaunchedStep(NamedTuple):
+    """Step that was launched: its plan, and what `Executor.launch` returned or raised."""
+
+    plan: StepPlan
+    pending: Pending = None
+    error: Exception | None = None
 
 
 class StepLoop:
     """Base of Engine and SimulatedEngine: a scheduler that plans steps and an executor that computes them.
 
     `kv` manages the blocks of `executor`, so both must have the same numbers of blocks and the same layout.
+
+    With async_scheduling and an executor that looks ahead, the loop keeps one step in flight: it launches the next step
+    before it waits for the results of the present one. So the device computes while the engine applies and sends these
+    results. Where the next plan depends on the results (see `Scheduler.schedule`), nothing is launched before they are
+    known. Between two steps, the scheduler's state is that after the last results, and says nothing about the step in
+    flight.
     """
+
+    #: Most attempts at a step that runs out of memory. Each has at most half of the tokens of the one before it.
+    max_attempts: ClassVar[int] = 6
 
     def __init__(self, config: ResolvedConfig, kv: KVManager, executor: Executor, clock: Callable[[], float]) -> None:
         self.config = config
@@ -34,17 +47,18 @@ class StepLoop:
         self.scheduler = make_scheduler(kv, config, clock)
         #: Called after each step with the KV usage before finished requests free their blocks.
         self.on_step: Callable[[KVUsage], None] | None = None
+        self._in_flight: _LaunchedStep | None = None
 
     def has_work(self) -> bool:
-        """Return True if any request is running or waiting."""
-        return self.scheduler.has_work()
+        """Return True if any request is running or waiting, or a step is in flight."""
+        return self._in_flight is not None or self.scheduler.has_work()
 
     def idle_until(self) -> float | None:
         """Return the time (engine's clock) until which the next step waits for more requests; None if it does not wait.
 
         While no request runs, a step waits up to schedule_window seconds for min_schedule_batch requests.
         """
-        return self.scheduler.idle_until()
+        return None if self._in_flight is not None else self.scheduler.idle_until()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
         """Change the given limits while no request runs.
@@ -54,6 +68,8 @@ class StepLoop:
         if self.scheduler.running:
             raise ConfigError(next(iter(limits), "limits"), "cannot be changed while requests run; wait until they end")
         check_limits(self.config, limits)
+        if self._in_flight is not None and self._in_flight.error is None:
+            self._in_flight = None  # all its requests have ended
         self.scheduler.configure(**limits)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
@@ -86,31 +102,70 @@ class StepLoop:
         return 1.0
 
     def run_step(self) -> tuple[StepPlan, list[Update]]:
-        """Plan a step, compute it and update the scheduler; return the plan and the update of each request.
+        """Compute a step and update the scheduler; return the plan and the update of each request.
 
-        If a step runs out of memory, on the device or the host, a smaller step is planned (see `Scheduler.abandon`). If
-        MAX_ATTEMPTS steps in a row run out of memory, the last error is raised. Other errors are raised at once.
+        With an executor that looks ahead, the step was mostly launched by the previous call, and this call also
+        launches the next step.
+
+        If a step runs out of memory, on the device or the host, a smaller step is planned (see `Scheduler.abandon`), or
+        none if all its requests have ended: then the returned plan is empty. If `max_attempts` steps in a row run out
+        of memory, the last error is raised. Other errors are raised at once.
         """
-        for attempt in count(1):
-            plan = self.scheduler.schedule()
-            if not plan.rows:
-                raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
+        attempts = 0
+        while True:
+            step = self._in_flight or self._launch()
+            self._in_flight = None
+            if step is None:
+                if self.scheduler.has_work():
+                    raise RuntimeError(f"nothing to schedule with {len(self.scheduler.waiting)} requests waiting")
+                return StepPlan(()), []
+            self.scheduler.advance(step.plan)
+            if self._may_look_ahead(step):
+                self._in_flight = self._launch()
             try:
-                result = self.executor.execute(plan)
-                break
+                result = self._collect(step)
             except Exception as error:
-                if not is_out_of_memory(error) or attempt == MAX_ATTEMPTS:
+                attempts += 1
+                if not is_out_of_memory(error) or attempts == self.max_attempts:
                     raise
-                preempted = self.scheduler.abandon(plan)
-                logger.warning(
-                    "out of memory in a step of %d tokens of %d requests (%s): steps have at most %d tokens now; "
-                    "%d requests were preempted and will be computed again",
-                    plan.num_tokens,
-                    len(plan.rows),
-                    one_line(error),
-                    self.scheduler.pacer.limit,
-                    preempted,
-                )
-        if self.on_step is not None:
-            self.on_step(self.scheduler.kv_usage(plan))
-        return plan, self.scheduler.update(plan, result)
+                self._abandon(step.plan, error)
+                continue
+            if self.on_step is not None:
+                self.on_step(self.scheduler.kv_usage())
+            return step.plan, self.scheduler.settle(step.plan, result)
+
+    def _may_look_ahead(self, step: _LaunchedStep) -> bool:
+        looks_ahead = self.executor.looks_ahead and self.config.async_scheduling
+        return looks_ahead and step.error is None and self.scheduler.idle_until() is None
+
+    def _launch(self) -> _LaunchedStep | None:
+        """Launch the next step; return None if there is nothing to compute now.
+
+        An error is kept until the step is due, so that the results of the step before it are not lost.
+        """
+        plan = self.scheduler.schedule()
+        if not plan.rows:
+            return None
+        try:
+            return _LaunchedStep(plan, self.executor.launch(plan))
+        except Exception as error:
+            return _LaunchedStep(plan, error=error)
+
+    def _collect(self, step: _LaunchedStep) -> StepResult:
+        if step.error is not None:
+            raise step.error
+        return self.executor.collect(step.pending)
+
+    def _abandon(self, plan: StepPlan, error: Exception) -> None:
+        """Undo a step that ran out of memory, and the step that was launched after it."""
+        following, self._in_flight = self._in_flight, None
+        preempted = self.scheduler.abandon(plan, None if following is None else following.plan)
+        logger.warning(
+            "out of memory in a step of %d tokens of %d requests (%s): steps have at most %d tokens now; %d requests "
+            "were preempted and will be computed again",
+            plan.num_tokens,
+            len(plan.rows),
+            one_line(error),
+            self.scheduler.pacer.limit,
+            preempted,
+        )

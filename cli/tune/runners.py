@@ -28,7 +28,7 @@ from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.race import OutOfTimeError, TrialRunner
 from llmsched.cli.tune.trial_runs import Predictions, TrialRun, run_of
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.executor.base import StepPlan, StepResult
+from llmsched.engine.executor.base import ObservedExecutor, StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
 from llmsched.engine.goodput import Slo
 from llmsched.engine.kv.manager import make_kv
@@ -209,29 +209,26 @@ def others_cpu(this: psutil.Process) -> float:
 
 
 class StepWatch:
-    """Executor that wraps an engine's executor and records the shape and time of each step.
+    """Observer of an engine's executor, which records the shape and time of each step.
 
     `peak_running` is the largest number of requests in a step since `peak_running` was last set to 0.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._executor = engine.executor
         self._scheduler = engine.scheduler
         self._steps: deque[tuple[StepShape, float]] = deque(maxlen=_MAX_STEPS)
         self._gaps: deque[float] = deque(maxlen=_MAX_STEPS)
         self._end: float | None = None
         self.peak_running = 0
-        engine.executor = self
+        engine.executor = ObservedExecutor(engine.executor, self._record)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        start = time.perf_counter()
+    def _record(self, plan: StepPlan, result: StepResult) -> None:
+        now = time.perf_counter()
         self.peak_running = max(self.peak_running, len(self._scheduler.running))
-        result = self._executor.execute(plan)
         if self._end is not None:
-            self._gaps.append(start - self._end)
-        self._end = time.perf_counter()
+            self._gaps.append(max(0.0, now - self._end - result.elapsed))
+        self._end = now
         self._steps.append((shape_of(plan), result.elapsed - result.swap_elapsed))
-        return result
 
     def cost(self) -> LearnedCost | None:
         """Fit a cost model to the recorded steps. Return None if there are too few steps.

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -17,7 +18,7 @@ from llmsched.engine.calibration.fit import Fit, MeasuredStep, fit, non_negative
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.executor.base import Executor, StepPlan, StepResult
+from llmsched.engine.executor.base import ObservedExecutor, StepPlan, StepResult
 from llmsched.engine.executor.cost import LINEAR, FittedCost, shape_of
 from llmsched.engine.progress import Progress, silent, tracked
 from llmsched.engine.request import SamplingParams
@@ -176,18 +177,17 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
     return slower._replace(step=slower.step + per_step, row=slower.row + per_row)
 
 
-class _RecordingExecutor:
-    """Executor that records (number of rows, number of tokens, start, end) of each step, by `time.perf_counter`."""
+class _ServedStep(NamedTuple):
+    """Step of an engine that serves: its numbers of rows and tokens, its time, and when its result came, in seconds."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.steps: list[tuple[int, int, float, float]] = []
+    num_rows: int
+    num_tokens: int
+    elapsed: float
+    end: float
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        start = time.perf_counter()
-        result = self._executor.execute(plan)
-        self.steps.append((len(plan.rows), plan.num_tokens, start, time.perf_counter()))
-        return result
+
+def _record(steps: list[_ServedStep], plan: StepPlan, result: StepResult) -> None:
+    steps.append(_ServedStep(len(plan.rows), plan.num_tokens, result.elapsed, time.perf_counter()))
 
 
 def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -> tuple[ServingOverhead, ...]:
@@ -205,12 +205,13 @@ def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -
         served, gaps, alone = [], [], []
         for _ in range(_REPEATS):
             beside = engine_beside(engine)
-            recorder = beside.executor = _RecordingExecutor(executor)
+            steps: list[_ServedStep] = []
+            beside.executor = ObservedExecutor(executor, partial(_record, steps))
             asyncio.run(_serve(AsyncEngine(beside), num_seqs, num_tokens))
-            for before, after in pairwise(recorder.steps):
+            for before, after in pairwise(steps):
                 if before[:2] == after[:2] == (num_seqs, num_seqs):  # all sequences decode in both steps
-                    served.append(before[3] - before[2])
-                    gaps.append(after[2] - before[3])
+                    served.append(after.elapsed)
+                    gaps.append(max(0.0, after.end - before.end - after.elapsed))
             alone += [executor.execute(plan).elapsed for _ in range(num_tokens)]
         if gaps:
             slowdown = statistics.median(served) / statistics.median(alone)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +22,7 @@ class ScheduledRow(NamedTuple):
     sliding window have no meaning.
 
     If `sample` is True, the row ends at the end of the sequence, and a new token is sampled from the logits of its last
-    position.
+    position. If the sequence has a pending token, the row ends with it, and its id is not in `token_ids` yet.
     """
 
     sequence: Sequence
@@ -80,13 +82,69 @@ class StepResult:
     swap_elapsed: float = 0.0
 
 
-class Executor(Protocol):
-    """Interface of an object that computes steps. It knows nothing of priorities, queues, text and sockets."""
+#: What `Executor.launch` returns and `Executor.collect` takes. Each executor has a type of its own.
+Pending: TypeAlias = Any
+
+
+class Executor(ABC):
+    """Base of objects that compute steps. They know nothing of priorities, queues, text and sockets.
+
+    An executor computes steps, with their copies, in the order in which they are launched: each step sees all KV and
+    all host blocks as the steps before it leave them. So the caller may reuse a block that a launched step still reads
+    or writes, because only later steps touch it.
+
+    If `looks_ahead` is True, a step may be launched before the result of the step before it was collected. Its rows may
+    then end with pending tokens (`Sequence.num_pending_tokens`): tokens that the step before it samples.
+    """
+
+    looks_ahead: bool = False
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start to compute a step, and do not wait for its result if `looks_ahead` is True.
+
+        After an exception for which `is_out_of_memory` returns True, here or in `collect`, the executor must be able to
+        compute another plan. Any other exception stops the engine.
+        """
+
+    @abstractmethod
+    def collect(self, pending: Pending) -> StepResult:
+        """Wait for the result of a launched step. An error of a single row is reported in its RowResult.
+
+        Steps are collected in the order of their launches. A step may be left uncollected if its result is not needed.
+        """
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step. An error of a single row is reported in its RowResult.
+        """Compute one step: `launch` and `collect`."""
+        return self.collect(self.launch(plan))
 
-        After an exception for which `is_out_of_memory` returns True, the executor must be able to compute another plan.
-        Any other exception stops the engine.
-        """
-        ...
+
+class SynchronousExecutor(Executor):
+    """Base of executors that compute a step at once. They implement `execute`, and never look ahead."""
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        return self.execute(plan)
+
+    def collect(self, pending: StepResult) -> StepResult:
+        return pending
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class ObservedExecutor(Executor):
+    """Executor that lets `executor` compute, and calls `observe` with each plan and its result."""
+
+    def __init__(self, executor: Executor, observe: Callable[[StepPlan, StepResult], None]) -> None:
+        self.looks_ahead = executor.looks_ahead
+        self._executor = executor
+        self._observe = observe
+
+    def launch(self, plan: StepPlan) -> Pending:
+        return plan, self._executor.launch(plan)
+
+    def collect(self, pending: Pending) -> StepResult:
+        plan, launched = pending
+        result = self._executor.collect(launched)
+        self._observe(plan, result)
+        return result

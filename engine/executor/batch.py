@@ -24,6 +24,8 @@ class PackedBatch:
     1] and context_lens [B], all contiguous. A block table has zeros after the blocks of the row's context. A context
     includes the new tokens.
 
+    `pending_rows` are the rows that end with a pending token (see `Executor`), whose place in input_ids has a 0.
+
     `logit_rows` are the indices of the tokens whose logits are needed. First come the last tokens of the rows in
     `sampling_rows`. Then come, for each row i, its first `prompt_counts[i]` tokens, which predict prompt tokens.
     """
@@ -36,6 +38,7 @@ class PackedBatch:
     context_lens: Int32
     logit_rows: Int64
     sampling_rows: list[int]
+    pending_rows: list[int]
     prompt_counts: list[int]
 
 
@@ -47,10 +50,14 @@ def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
     np.cumsum(lengths, out=bounds[1:])
     contexts = starts + lengths
     widths = -(-contexts // block_size)
-    input_ids = np.empty(bounds[-1], dtype=np.int64)
+    input_ids = np.zeros(bounds[-1], dtype=np.int64)
+    pending_rows = []
     block_tables = np.zeros((len(rows[0].block_table), len(rows), int(widths.max())), dtype=np.int32)
     for index, row in enumerate(rows):
-        input_ids[bounds[index] : bounds[index + 1]] = row.sequence.token_ids[row.start : row.start + row.num_tokens]
+        known_ids = row.sequence.token_ids[row.start : row.start + row.num_tokens]
+        if len(known_ids) < row.num_tokens:
+            pending_rows.append(index)
+        input_ids[bounds[index] : bounds[index] + len(known_ids)] = known_ids
         block_tables[:, index, : widths[index]] = row.block_table[:, : widths[index]]
     owner = np.repeat(np.arange(len(rows)), lengths)
     positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[owner]
@@ -67,6 +74,7 @@ def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
         context_lens=contexts.astype(np.int32),
         logit_rows=np.concatenate([bounds[1:][sampling_rows] - 1, *predictions]),
         sampling_rows=sampling_rows,
+        pending_rows=pending_rows,
         prompt_counts=prompt_counts,
     )
 

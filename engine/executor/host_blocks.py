@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from llmsched.engine.executor.batch import to_device
+from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.model.paged import KVCache
 
 #: Largest number of blocks that are gathered at a time. It limits the memory of the gathered copy.
@@ -33,8 +33,7 @@ class HostBlocks:
         self._device = device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._seconds = 0.0
+        self._timed_copies: list[Stopwatch] = []
         tensors = [*cache.keys, *cache.values]
         shapes = [(num_blocks, *tensor.shape[1:]) for tensor in tensors]
         sizes = [math.prod(shape) * tensor.itemsize for shape, tensor in zip(shapes, tensors, strict=True)]
@@ -70,33 +69,25 @@ class HostBlocks:
                 for tensor, host in self._layers:
                     tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
 
-    def seconds(self) -> float:
-        """Return the seconds that all copies since the last call took. On a GPU, first wait for the copies."""
-        for start, end in self._events:
-            end.synchronize()
-            self._seconds += start.elapsed_time(end) / 1e3
-        seconds, self._seconds, self._events = self._seconds, 0.0, []
-        return seconds
+    def take_times(self) -> list[Stopwatch]:
+        """Return the times of all copies since the last call. On a GPU, the copies may still be running."""
+        times, self._timed_copies = self._timed_copies, []
+        return times
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
         """Measure the time of the copies in the `with` block. On a GPU, run them on the separate stream."""
-        if self._stream is None:
-            started = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - started
-            return
-        computing = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(computing)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
-                start.record(self._stream)
+                stopwatch = Stopwatch(self._device)
                 yield
-                end.record(self._stream)
-        finally:  # the next step must wait even for copies that were queued before an error
-            computing.wait_stream(self._stream)
-        self._events.append((start, end))
+                stopwatch.stop()
+        finally:
+            if self._stream is not None:  # the next step must wait even for copies that were queued before an error
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._timed_copies.append(stopwatch)
 
 
 def _runs(host_blocks: np.ndarray) -> Iterator[slice]:

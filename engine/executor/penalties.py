@@ -13,11 +13,7 @@ import numpy.typing as npt
 import torch
 
 from llmsched.engine.executor.batch import to_device
-from llmsched.engine.request import SamplingParams, Sequence
-
-
-def uses_penalties(sampling: SamplingParams) -> bool:
-    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+from llmsched.engine.request import Sequence
 
 
 def bars_stop(sequence: Sequence) -> bool:
@@ -66,7 +62,7 @@ class LogitEditor:
 
     def needs(self, sequence: Sequence) -> bool:
         """Return True if `edit` may change the sequence's logits."""
-        return bool(sequence.sampling.logit_bias) or uses_penalties(sequence.sampling) or bars_stop(sequence)
+        return bool(sequence.sampling.logit_bias) or sequence.sampling.has_penalties or bars_stop(sequence)
 
     def edit(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
         """Change logits [R, V] (fp32) in place. Row i belongs to sequences[i]. Ids in logit_bias must be below V."""
@@ -82,7 +78,7 @@ class LogitEditor:
         if where := locate(device, rows, [np.array(tokens, dtype=np.int64) for tokens in barred]):
             logits[where] = float("-inf")
 
-        rows = [row for row, sequence in enumerate(sequences) if uses_penalties(sequence.sampling)]
+        rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.has_penalties]
         seen = [self._seen_by(sequences[row]) for row in rows]
         if where := locate(device, rows, [each.ids for each in seen]):
             counts = to_device(np.concatenate([each.output_counts for each in seen]), device)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult, SynchronousExecutor
 from llmsched.engine.executor.cost import StepCost, shape_of
 from llmsched.engine.request import Sequence
 
@@ -22,8 +22,10 @@ class VirtualClock:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedExecutor:
+class SimulatedExecutor(SynchronousExecutor):
     """Executor that makes up tokens and advances `clock` by the time that `cost` predicts for each step.
+
+    It does not look ahead: scheduling and output take no virtual time, so there is nothing that steps could overlap.
 
     `output_length` returns the number of output tokens after which a sequence ends with a stop id, or None if it never
     ends that way. `per_swapped_block` is the time, in seconds, to copy one block to or from host memory.

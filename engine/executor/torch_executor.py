@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.shape import rotary_limit
 from llmsched.engine.config import ModelImplementation
 from llmsched.engine.errors import ModelError
-from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
 from llmsched.engine.executor.host_blocks import HostBlocks
-from llmsched.engine.executor.sampler import Sampler, collect_logprobs, enqueue_logprobs
+from llmsched.engine.executor.sampler import PendingLogprobs, PendingSample, Sampler, collect_logprobs, enqueue_logprobs
+from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
@@ -34,8 +35,66 @@ _EVERYTHING = SamplingParams(
 _GREEDY = SamplingParams(temperature=0)
 
 
-class TorchExecutor:
+class SampledTokens:
+    """Ids of the tokens that one step samples, on the device."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._ids: list[torch.Tensor] = []
+
+    def add(self, sequences: ListLike[Sequence], token_ids: torch.Tensor) -> None:
+        """Add the ids [N] of the tokens that continue N sequences."""
+        self._sequences += sequences
+        self._ids.append(token_ids)
+
+    def of(self, sequences: ListLike[Sequence], device: torch.device) -> torch.Tensor:
+        """Return the ids [N] of the tokens that continue `sequences`, without waiting for the device."""
+        places = {sequence: place for place, sequence in enumerate(self._sequences)}
+        wanted = np.array([places[sequence] for sequence in sequences], dtype=np.int64)
+        return torch.cat(self._ids)[to_device(wanted, device)]
+
+
+class _LaunchedPart(NamedTuple):
+    """Part of a launched step (see `split`): the rows of the step with these `indices`.
+
+    `sampled` has the tokens of those rows of the part that `sampling_rows` names. Row i of the part has
+    `prompt_counts[i]` of the `prompt_logprobs`.
+    """
+
+    indices: ListLike[int]
+    sampling_rows: list[int]
+    sampled: PendingSample | None
+    prompt_counts: list[int]
+    prompt_logprobs: list[PendingLogprobs]
+
+    def collect(self) -> list[RowResult]:
+        """Wait for the device and return one result per row."""
+        results = [RowResult() for _ in self.indices]
+        if self.sampled is not None:
+            for index, result in zip(self.sampling_rows, self.sampled.collect(), strict=True):
+                results[index] = result
+        found = collect_logprobs(self.prompt_logprobs)
+        for result, end, count in zip(results, accumulate(self.prompt_counts), self.prompt_counts, strict=True):
+            result.prompt_logprobs = found[end - count : end]
+            if any(math.isnan(each.logprob) for each in result.prompt_logprobs):
+                result.error = "the model computed logits that are not numbers for the prompt of this sequence"
+        return results
+
+
+class _LaunchedStep(NamedTuple):
+    """Step that the device may still be computing. `copies` are the times of the copies from and to host memory."""
+
+    num_rows: int
+    parts: list[_LaunchedPart]
+    stopwatch: Stopwatch
+    copies: list[Stopwatch]
+
+
+class TorchExecutor(Executor):
     """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
+
+    On a GPU it looks ahead: the ids of pending tokens never leave the device before the step that needs them. On a CPU,
+    `launch` computes, so there is nothing to overlap.
 
     Other rows of a batch affect a row's logits only through rounding, which differs between batch sizes: by about 1e-6
     (fp32) or one bf16 ulp. Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the
@@ -63,6 +122,7 @@ class TorchExecutor:
                 f"sequences cannot share a batch; max_model_len is {max_model_len}, choose {limit} or less"
             )
         self.device = torch.device(device)
+        self.looks_ahead = self.device.type == "cuda"
         self.layout = layout or KVLayout(block_size)
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -76,16 +136,17 @@ class TorchExecutor:
         self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
         self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
         self._sampler = Sampler(self._logits_at_once)
+        self._sampled = SampledTokens()
         #: Called before sampling with the sequences and the logits [R, vocab_size] of their next tokens.
         self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step; see `Executor.execute`. `elapsed` is the wall time until the device has finished."""
-        started = time.perf_counter()
+    def launch(self, plan: StepPlan) -> _LaunchedStep:
+        """Queue the work of a step; see `Executor.launch`. On a CPU, this computes the step."""
         self._sampler.forget(plan.finished)
+        previous, self._sampled = self._sampled, SampledTokens()
         if self._host is not None:
-            self._host.seconds()  # the time of a step that failed is not of this one
-        results = [RowResult() for _ in plan.rows]
+            self._host.take_times()  # the times of a step that failed are not of this one
+        stopwatch = Stopwatch(self.device)
         with torch.inference_mode():
             # Copy KV blocks in the order that StepPlan states.
             if plan.swap_out:
@@ -97,18 +158,23 @@ class TorchExecutor:
             if plan.swap_in:
                 assert self._host is not None
                 self._host.swap_in(plan.swap_in)
-            for part in split(plan.rows, self._logits_at_once):
-                indices, rows = zip(*part, strict=True)
-                for index, found in zip(indices, self._compute(rows), strict=True):
-                    earlier = results[index]
-                    found.prompt_logprobs = earlier.prompt_logprobs + found.prompt_logprobs
-                    found.error = earlier.error or found.error
-                    results[index] = found
-        if self.device.type == "cuda":
-            # Also wait for rows that do not sample; otherwise their time would count for the next step.
-            torch.cuda.synchronize(self.device)
-        swap_elapsed = self._host.seconds() if self._host is not None else 0.0
-        return StepResult(results, time.perf_counter() - started, swap_elapsed)
+            parts = [self._launch_part(part, previous) for part in split(plan.rows, self._logits_at_once)]
+        stopwatch.stop()
+        copies = [] if self._host is None else self._host.take_times()
+        return _LaunchedStep(len(plan.rows), parts, stopwatch, copies)
+
+    def collect(self, pending: _LaunchedStep) -> StepResult:
+        """Wait for the results of a step. `elapsed` is the time that the device took for it, not that in the queue."""
+        results = [RowResult() for _ in range(pending.num_rows)]
+        for part in pending.parts:
+            for index, found in zip(part.indices, part.collect(), strict=True):
+                earlier = results[index]
+                found.prompt_logprobs = earlier.prompt_logprobs + found.prompt_logprobs
+                found.error = earlier.error or found.error
+                results[index] = found
+        # This also waits for rows that do not sample; otherwise their time would count for the next step.
+        elapsed = pending.stopwatch.seconds()
+        return StepResult(results, elapsed, sum(stopwatch.seconds() for stopwatch in pending.copies))
 
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
         """Compute the rows like `execute`, but without sampling. Return the logits [T, vocab_size] of every token."""
@@ -121,35 +187,40 @@ class TorchExecutor:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, rows: ListLike[ScheduledRow]) -> list[RowResult]:
+    def _launch_part(self, part: ListLike[tuple[int, ScheduledRow]], previous: SampledTokens) -> _LaunchedPart:
+        indices, rows = zip(*part, strict=True)
         batch = pack(rows, self.block_size)
-        logits = self._forward(batch)
-        results = [RowResult() for _ in rows]
+        pending = [rows[index].sequence for index in batch.pending_rows]
+        logits = self._forward(batch, previous.of(pending, self.device) if pending else None)
         sampling = [rows[index].sequence for index in batch.sampling_rows]
         if self.on_logits is not None and sampling:
             self.on_logits(sampling, logits[: len(sampling)])
+        sampled = None
         if sampling:
-            chosen = self._sampler.enqueue(logits[: len(sampling)], sampling).collect()
-            for index, result in zip(batch.sampling_rows, chosen, strict=True):
-                results[index] = result
-        if len(logits) == len(sampling):  # no log-probabilities of prompt tokens were asked for
-            return results
-        targets: list[int] = []
-        wanted: list[int] = []
-        for row, count in zip(rows, batch.prompt_counts, strict=True):
-            targets += row.sequence.token_ids[row.start + 1 : row.start + 1 + count]
-            wanted += [row.sequence.sampling.prompt_logprobs or 0] * count
-        token_ids = to_device(np.array(targets, dtype=np.int64), self.device)
-        found = collect_logprobs(enqueue_logprobs(logits[len(sampling) :], token_ids, wanted, self._logits_at_once))
-        for result, end, count in zip(results, accumulate(batch.prompt_counts), batch.prompt_counts, strict=True):
-            result.prompt_logprobs = found[end - count : end]
-            if any(math.isnan(each.logprob) for each in result.prompt_logprobs):
-                result.error = "the model computed logits that are not numbers for the prompt of this sequence"
-        return results
+            sampled = self._sampler.enqueue(logits[: len(sampling)], sampling)
+            self._sampled.add(sampling, sampled.token_ids)
+        prompt_logprobs: list[PendingLogprobs] = []
+        if len(logits) > len(sampling):  # log-probabilities of prompt tokens were asked for
+            targets: list[int] = []
+            wanted: list[int] = []
+            for row, count in zip(rows, batch.prompt_counts, strict=True):
+                targets += row.sequence.token_ids[row.start + 1 : row.start + 1 + count]
+                wanted += [row.sequence.sampling.prompt_logprobs or 0] * count
+            token_ids = to_device(np.array(targets, dtype=np.int64), self.device)
+            prompt_logprobs = enqueue_logprobs(logits[len(sampling) :], token_ids, wanted, self._logits_at_once)
+        return _LaunchedPart(indices, batch.sampling_rows, sampled, batch.prompt_counts, prompt_logprobs)
 
-    def _forward(self, batch: PackedBatch, *, every_token: bool = False) -> torch.Tensor:
-        """Run a forward pass. Return the logits [R, vocab_size] of the batch's `logit_rows`, or of every token."""
+    def _forward(
+        self, batch: PackedBatch, pending_ids: torch.Tensor | None = None, *, every_token: bool = False
+    ) -> torch.Tensor:
+        """Run a forward pass. Return the logits [R, vocab_size] of the batch's `logit_rows`, or of every token.
+
+        `pending_ids` (int64, on the device) are the ids of the last tokens of the batch's `pending_rows`.
+        """
         input_ids, positions = (to_device(array, self.device) for array in (batch.input_ids, batch.positions))
+        if pending_ids is not None:
+            ends = batch.cu_seqlens_q[1:][batch.pending_rows].astype(np.int64) - 1
+            input_ids.index_copy_(0, to_device(ends, self.device), pending_ids)
         placement = (batch.slot_mapping, batch.block_tables, batch.cu_seqlens_q, batch.context_lens)
         context = PagedContext(self._cache, *(to_device(array, self.device) for array in placement))
         # A step of decodes alone needs the logits of every token, in order, so no selection is needed.

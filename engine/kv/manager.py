@@ -146,8 +146,12 @@ class KVManager:
         width = self.layout.width(request.num_tokens)
         if width > len(table):
             table.extend(width, self.pool.allocate(self.layout.full_groups * (width - len(table))))
-        if self.layout.window_groups and (missing := table.needed_window_end(width) - table.window_end) > 0:
-            table.extend_window(self.pool.allocate(self.layout.window_groups * missing))
+        if self.layout.window_groups:
+            # The last token is computed next, even if `commit` has not released the blocks behind the window yet.
+            is_last = request.num_tokens - request.num_computed_tokens == 1
+            end = width if is_last else table.needed_window_end(width)
+            if end > table.window_end:
+                table.extend_window(self.pool.allocate(self.layout.window_groups * (end - table.window_end)))
 
     def reach(self, request: Request, end: int) -> int:
         """Allocate blocks so that this step can compute the request's tokens before position `end`.

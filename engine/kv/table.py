@@ -66,10 +66,10 @@ class BlockTable:
     # -- growing and shrinking --------------------------------------------------------------------------------
 
     def num_growing(self, num_tokens: int) -> int:
-        """Return how many more blocks `num_tokens` tokens need between two steps; negative if blocks are spare."""
+        """Return how many more blocks `num_tokens` tokens need between two steps."""
         layout = self.layout
         width = layout.width(num_tokens)
-        growing = layout.full_groups * (width - self._width)
+        growing = layout.full_groups * max(0, width - self._width)
         if layout.window_groups:
             growing += layout.window_groups * max(0, self.needed_window_end(width) - self.window_end)
         return growing

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Unpack
+from functools import partial
+from typing import NamedTuple, Unpack, cast
 
 from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.executor.base import RowResult, StepPlan, StepResult
@@ -27,8 +28,18 @@ class Update(NamedTuple):
     result: RowResult
 
 
+#: The same as Update(*fields) in half the time.
+_new_update = cast("Callable[[tuple[Request, int, RowResult]], Update]", partial(tuple.__new__, Update))
+
+
 class Scheduler:
     """Planner of steps: it decides which tokens each step computes, and holds no tensors and no text.
+
+    The order of calls is `schedule` (plan a step), `advance` (it was launched), `settle` (its results are known). The
+    next step may be scheduled and launched before `settle`: then it follows a step in flight, whose sampled tokens are
+    pending. Before its own `advance`, that step is settled. So tokens are only pending from `advance` to `settle`, and
+    a request that ends in between, or when the step is settled, has at most one row in the step that follows. `advance`
+    and `settle` leave out such rows.
 
     Steps have no phases: each step lets num_computed_tokens of the running requests catch up with their num_tokens.
     Prefill, chunked prefill, decode and recovery from preemption differ only in the number of uncomputed tokens.
@@ -55,6 +66,7 @@ class Scheduler:
         self.preemption = Preemption(kv, config)
         self._clock = clock
         self._finished: list[str] = []
+        self._in_flight: StepPlan | None = None
         self._has_abandoned = False
         self.configure()
 
@@ -100,15 +112,9 @@ class Scheduler:
         self.kv.pins.delete(pin_id)
         self.admission.changed()
 
-    def kv_usage(self, computed: StepPlan | None = None) -> KVUsage:
-        """Return how KV memory is used.
-
-        `computed` is a plan that was executed but not yet passed to `update`. The KV of its tokens counts as written,
-        and requests that this plan finishes still hold their blocks.
-        """
-        use = self.kv.usage(self.running)
-        written = 0 if computed is None else self.kv.layout.num_groups * computed.num_tokens
-        return use._replace(empty=use.empty - written)
+    def kv_usage(self) -> KVUsage:
+        """Return how KV memory is used. The KV of a step counts as written from `advance` on."""
+        return self.kv.usage(self.running)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -124,7 +130,13 @@ class Scheduler:
     # -- one step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan one step: secure memory for running requests, then schedule decodes, partial prefills and admissions."""
+        """Plan one step: secure memory for running requests, then schedule decodes, partial prefills and admissions.
+
+        While a step is in flight, the plan has no rows if it depends on results of that step (see `_needs_results`), or
+        if there is nothing to compute without them.
+        """
+        if self._in_flight is not None and self._needs_results():
+            return StepPlan(())
         self.expire_pins()
         self.admission.new_step()
         self.admission.control.step_limit = self.pacer.limit
@@ -139,15 +151,34 @@ class Scheduler:
         decodes: list[Request] = []
         behind: list[Request] = []
         for request in self.running:
-            one_behind = len(request.token_ids) - request.num_computed_tokens == 1
+            num_tokens = len(request.token_ids) + request.num_pending_tokens
+            one_behind = num_tokens - request.num_computed_tokens == 1
             (decodes if one_behind else behind).append(request)
         step = StepBuilder(self.pacer.next_budget(self.running, len(decodes)), self.kv, self.ledger)
         step.decode(decodes)
         behind.sort(key=lambda r: (r.rank, r.request_id))
         self._prefill(step, behind, admit=self.admission.worth_trying and (not preempted or not self.running))
         self.waiting.times.now_waiting_for(self._wait_reason(step) if self.waiting else None)
+        if not (rows := step.rows()):
+            return StepPlan(())
         finished, self._finished = self._finished, []
-        return StepPlan(step.rows(), finished, self.kv.copies.take(), *self.kv.swap.take())
+        return StepPlan(rows, finished, self.kv.copies.take(), *self.kv.swap.take())
+
+    def _needs_results(self) -> bool:
+        """Return True if the next plan must wait until the step in flight is settled.
+
+        That is the case if requests must be preempted, because tokens that are pending could not be computed again, and
+        a request may be about to end; and if penalties depend on pending tokens.
+        """
+        if any(request.num_pending_tokens and request.sampling.has_penalties for request in self.running):
+            return True
+        full = self.admission.is_full and self.waiting
+        if full and self.preemption.choose_victim_for(self.waiting.first, self.running) is not None:
+            return True
+        growing = [request for request in self.running if request.num_tokens > request.table.capacity]
+        missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
+        # In sliding-window layers, a request may need one block more until `settle` releases one.
+        return missing + self.kv.layout.window_groups * len(growing) > self.kv.pool.num_available
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
         if self.admission.is_full:
@@ -156,12 +187,16 @@ class Scheduler:
 
     def _secure_memory(self) -> bool:
         """Give running requests blocks for all their tokens. Return True if requests were preempted for this."""
-        growing = [request for request in self.running if len(request.token_ids) > request.table.capacity]
+        growing = [
+            request
+            for request in self.running
+            if len(request.token_ids) + request.num_pending_tokens > request.table.capacity
+        ]
         missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         preempted = False
         while missing > self.kv.pool.num_available:
             victim = self.preemption.choose_victim(self.running)
-            missing -= max(0, victim.table.num_growing(victim.num_tokens))
+            missing -= victim.table.num_growing(victim.num_tokens)
             self._preempt(victim, "memory")
             preempted = True
         for request in growing:
@@ -170,6 +205,7 @@ class Scheduler:
         return preempted
 
     def _preempt(self, request: Request, reason: str, demand: int | None = None) -> None:
+        assert not request.num_pending_tokens, "a request cannot be preempted while a step samples its next token"
         # Copying KV to host memory takes device memory, which a step that ran out of it does not have.
         loss = self.preemption.decide(request, demand, may_swap=reason != "step_memory")
         self.ledger.note(
@@ -215,20 +251,42 @@ class Scheduler:
 
     # -- after the step ---------------------------------------------------------------------------------------
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Apply the result of an executed plan to its requests. Requests that end release their blocks."""
+    def advance(self, plan: StepPlan) -> None:
+        """Count the tokens of a launched plan as computed, and the tokens that it samples as pending.
+
+        A token with which its request reaches max_tokens is not pending, because no step will compute it. So no later
+        step has a row of a request that is sure to end.
+        """
+        assert self._in_flight is None, "settle the step in flight first"
+        self._in_flight = plan
+        running = RequestStatus.RUNNING
+        for request, _, num_tokens, _, sample in _rows_of(plan):
+            if request.status is running:
+                request.num_computed_tokens += num_tokens
+                if sample and len(request.token_ids) + 1 - request.num_prompt_tokens < request.sampling.max_tokens:
+                    request.num_pending_tokens = 1
+
+    def settle(self, plan: StepPlan, result: StepResult) -> list[Update]:
+        """Apply the result of an advanced plan to its requests. Requests that end release their blocks.
+
+        The token of a request that has ended since the launch is discarded.
+        """
+        assert self._in_flight is plan
+        self._in_flight = None
         self.preemption.costs.learn(plan, result)
         self.pacer.learn(plan, result.elapsed - result.swap_elapsed)
         updates = []
-        for row, row_result in zip(plan.rows, result.rows, strict=True):
-            request = row.sequence
-            assert isinstance(request, Request)
-            updates.append(Update(request, row.start, row_result))
+        running = RequestStatus.RUNNING
+        for (request, start, _, _, _), row_result in zip(_rows_of(plan), result.rows, strict=True):
+            if request.status is not running:
+                continue
+            request.num_pending_tokens = 0
+            updates.append(_new_update((request, start, row_result)))
             if row_result.error is not None:
                 self.finish(request, FinishReason.ERROR)
                 continue
-            request.num_computed_tokens += row.num_tokens
-            if request.num_computed_tokens >= request.table.commit_at:
+            assert request.block_table is not None  # faster than `request.table`, for every row of every step
+            if request.num_computed_tokens >= request.block_table.commit_at:
                 self.kv.commit(request)
             if (token_id := row_result.token_id) is not None:
                 request.token_ids.append(token_id)
@@ -236,25 +294,35 @@ class Scheduler:
                 self.finish(request, reason)
         return updates
 
-    def abandon(self, plan: StepPlan) -> int:
-        """Undo a plan whose step ran out of memory; return how many running requests were preempted.
+    def abandon(self, plan: StepPlan, following: StepPlan | None = None) -> int:
+        """Undo an advanced plan whose step ran out of memory; return how many running requests were preempted.
 
-        The step may have done any part of its work. The KV that it computed is in blocks that no lookup finds, and
-        later steps compute these tokens again. The KV that it copied may be incomplete. So requests into whose blocks
-        the step was to copy KV are preempted, and KV that it was to save in host memory is dropped. Later steps compute
-        both again.
+        `following` is the plan that was launched after it, if there is one. It is undone too, because it depends on
+        tokens of the failed step.
+
+        The steps may have done any part of their work. The KV that they computed is in blocks that no lookup finds, and
+        later steps compute these tokens again. The KV that they copied may be incomplete. So requests into whose blocks
+        the steps were to copy KV are preempted, and KV that they were to save in host memory is dropped. Later steps
+        compute both again.
 
         Later steps have at most half of the plan's tokens (see `Pacer.lower`). Further requests are preempted until one
         token of each running request fits in such a step. The next step admits requests only if none is running.
         """
-        self._finished[:0] = plan.finished
-        saved = {host for _, host in plan.swap_out}
+        assert self._in_flight is plan
+        self._in_flight = None
+        for request, _, num_tokens, _, _ in _rows_of(plan):
+            if request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens -= num_tokens
+                request.num_pending_tokens = 0
+        undone = [plan] if following is None else [plan, following]
+        self._finished[:0] = [request_id for each in undone for request_id in each.finished]
+        saved = {host for each in undone for _, host in each.swap_out}
         for request in self.waiting:
             if request.swapped is not None and not saved.isdisjoint(request.swapped.host_blocks):
                 self.kv.swap.discard(request)
                 request.status = RequestStatus.WAITING
         before = self.counters.num_preemptions
-        copied = {block for _, block in (*plan.copies, *plan.swap_in)}
+        copied = {block for each in undone for _, block in (*each.copies, *each.swap_in)}
         for request in list(self.running):
             if copied.isdisjoint(request.table.held_blocks()):
                 self.kv.trim(request)
@@ -267,7 +335,12 @@ class Scheduler:
         return self.counters.num_preemptions - before
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a waiting or running request and release its blocks. Do nothing if the request has already finished."""
+        """End a waiting or running request and release its blocks. Do nothing if the request has already finished.
+
+        A launched step may still read and write the blocks. They can be reused at once nevertheless, and so can host
+        blocks: only steps that are launched later touch them, and an executor computes steps and copies in the order of
+        the launches. No lookup finds what the launched step writes, because only settled tokens are committed.
+        """
         if request.status is RequestStatus.FINISHED:
             return
         if request.status is RequestStatus.RUNNING:
@@ -289,10 +362,15 @@ class Scheduler:
         """Raise AssertionError unless each used block or host block has owners and each request has a valid status."""
         self.kv.check_integrity(self.running, self.waiting)
         assert all(r.status is RequestStatus.RUNNING and r.swapped is None for r in self.running)
+        assert self._in_flight is not None or not any(r.num_pending_tokens for r in (*self.running, *self.waiting))
         for request in self.waiting:
             assert request.block_table is None
             expected = RequestStatus.WAITING if request.swapped is None else RequestStatus.SWAPPED
             assert request.status is expected
+
+
+def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool]]:
+    return cast("Sequence[tuple[Request, int, int, object, bool]]", plan.rows)
 
 
 def _reason_to_end(request: Request, token_id: int | None) -> FinishReason | None:

@@ -118,7 +118,8 @@ class StepBuilder:
             self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)
         rows = []
         for request, count in self._counts.items():
-            start, end = request.num_computed_tokens, len(request.token_ids)
+            start, end = request.num_computed_tokens, len(request.token_ids) + request.num_pending_tokens
             sample = start + count == end and end - request.num_prompt_tokens < request.sampling.max_tokens
-            rows.append(ScheduledRow(request, start, count, request.table.ids, sample))
+            assert request.block_table is not None  # faster than `request.table`, for every row of every step
+            rows.append(ScheduledRow(request, start, count, request.block_table.ids, sample))
         return rows

@@ -1,4 +1,6 @@
-"""CPU time of schedule() + update() without a model, by batch size and queue length, MEASURED on this machine: medians.
+"""CPU time of a step in the scheduler, by batch size and queue length, MEASURED on this machine: medians.
+
+"update" is the time of advance() and settle(). There is no model.
 
 In a quiet step no request arrives, ends or crosses a block boundary. In a normal step one in 16 requests crosses a
 boundary. With turnover, one request ends and one arrives before each step, which is part of the time; scarce is the
@@ -64,13 +66,14 @@ def chat(name: str, prompt_len: int, arrival: float) -> Request:
 
 
 def step(scheduler: Scheduler) -> tuple[float, float]:
-    """Run one step; return the seconds of schedule() and of update()."""
+    """Run one step; return the seconds of schedule() and of advance() + settle()."""
     start = time.perf_counter()
     plan = scheduler.schedule()
     planned = time.perf_counter()
     result = StepResult([RowResult(token_id=7 if row.sample else None) for row in plan.rows], 0.01)
     computed = time.perf_counter()
-    scheduler.update(plan, result)
+    scheduler.advance(plan)
+    scheduler.settle(plan, result)
     return planned - start, time.perf_counter() - computed
 
 

@@ -25,7 +25,7 @@ from engines import (
 from tiny_models import VOCAB_SIZE
 
 from llmsched.engine.errors import QueueFullError, RequestError
-from llmsched.engine.executor.base import Executor, RowResult, StepPlan, StepResult
+from llmsched.engine.executor.base import Executor, ObservedExecutor, RowResult, StepPlan, StepResult
 from llmsched.engine.request import FinishReason, SamplingParams
 
 
@@ -315,16 +315,13 @@ def test_blocks_written_before_an_abort_can_be_reused() -> None:
     assert choice.tokens == alone(prompt(300), sampling()).tokens
 
 
-class Faulty:
-    """Executor whose rows fail at random."""
+def faulty(executor: Executor, chance: random.Random) -> Executor:
+    """Return an executor whose rows fail at random."""
 
-    def __init__(self, executor: Executor, chance: random.Random) -> None:
-        self._executor, self._chance = executor, chance
+    def fail(plan: StepPlan, result: StepResult) -> None:
+        result.rows = [RowResult(error="injected") if chance.random() < 0.01 else row for row in result.rows]
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self._executor.execute(plan)
-        result.rows = [RowResult(error="injected") if self._chance.random() < 0.01 else row for row in result.rows]
-        return result
+    return ObservedExecutor(executor, fail)
 
 
 def random_params(chance: random.Random) -> SamplingParams:
@@ -351,7 +348,7 @@ class Crowd:
         self.engine = make_engine(num_blocks=16, max_num_batched_tokens=budget, max_num_seqs=12, **config)
         chance = random.Random(seed)
         if faults:
-            self.engine.executor = Faulty(self.engine.executor, random.Random(seed))
+            self.engine.executor = faulty(self.engine.executor, random.Random(seed))
         self.collector = Collector(self.engine)
         self.requests = {
             f"r{number}": (

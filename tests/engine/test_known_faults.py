@@ -9,7 +9,7 @@ import pytest
 from engines import Choice, Collector, generate, make_engine, prompt, sampling
 
 from llmsched.engine.core import Engine
-from llmsched.engine.executor.base import Executor, RowResult, StepPlan, StepResult
+from llmsched.engine.executor.base import Executor, RowResult, StepPlan, StepResult, SynchronousExecutor
 
 
 def alone(token_ids: list[int], **fields: Any) -> Choice:
@@ -40,17 +40,16 @@ def test_equal_prompts_that_arrive_together() -> None:  # A03
     assert [choice.num_cached_tokens for choice in found] == [0, 40, 39]
 
 
-class FailingOnce:
+class FailingOnce(SynchronousExecutor):
     """Executor whose first row fails without writing KV."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor: Any = executor
+        self._executor = executor
         self.failed = False
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.failed:
-            result: StepResult = self._executor.execute(plan)
-            return result
+            return self._executor.execute(plan)
         self.failed = True
         return StepResult([RowResult(error="injected") for _ in plan.rows], 0.0)
 

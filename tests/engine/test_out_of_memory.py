@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from engines import Choice, assert_idle, generate, make_engine, prompt, sampling
+from engines import SMALL_POOL, SWAP, Choice, Failing, assert_idle, generate, make_engine, prompt, sampling
 
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import is_out_of_memory
-from llmsched.engine.step_loop import MAX_ATTEMPTS
+from llmsched.engine.step_loop import StepLoop
 
 #: Enough shared tokens for copies of blocks, and more tokens than the small pool holds.
 REQUESTS = [
@@ -25,36 +24,17 @@ REQUESTS = [
         (33, 0.0, {}),
     )
 ]
-SMALL_POOL: dict[str, Any] = {"num_blocks": 14, "headroom": 0.0, "block_size": 16, "max_model_len": 128}
-SWAP = {"preemption_mode": "swap", "swap_blocks": 24, "enable_prefix_caching": False}
 
 
 def part_of(executor: Any, name: str) -> tuple[Any, str]:
     """Return the owner and the name of a function that a step calls."""
     return {
         "forward": (executor, "_forward"),
-        "sample": (executor._sampler, "sample"),
+        "sample": (executor._sampler, "enqueue"),
         "copy": (type(executor._cache), "copy_blocks"),
         "swap_out": (executor._host, "swap_out"),
         "swap_in": (executor._host, "swap_in"),
     }[name]
-
-
-class Failing:
-    """Function that raises in every third call, from the first on: before the work of `right`, or after it."""
-
-    def __init__(self, right: Callable[..., Any]) -> None:
-        self.right = right
-        self.calls = 0
-
-    def __call__(self, *arguments: Any, **more: Any) -> Any:
-        self.calls += 1
-        if self.calls % 6 == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        result = self.right(*arguments, **more)
-        if self.calls % 6 == 4:
-            raise MemoryError
-        return result
 
 
 def texts(choices: list[Choice]) -> list[tuple[list[int], str]]:
@@ -83,14 +63,14 @@ def test_outputs_stay_the_same(monkeypatch: pytest.MonkeyPatch, part: str, arch:
 
 def exhausted(engine: Engine, times: int, error: BaseException) -> None:
     """Let the next `times` steps run out of memory."""
-    right, left = engine.executor.execute, iter(range(times))
+    right, left = engine.executor.launch, iter(range(times))
 
-    def execute(plan: Any) -> Any:
+    def launch(plan: Any) -> Any:
         if next(left, None) is not None:
             raise error
         return right(plan)
 
-    engine.executor.execute = execute  # type: ignore[method-assign]
+    engine.executor.launch = launch  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -115,11 +95,11 @@ def test_one_failure_is_logged_and_costs_nothing(caplog: pytest.LogCaptureFixtur
 
 def test_repeated_failures_end_the_engine() -> None:
     engine = make_engine()
-    exhausted(engine, MAX_ATTEMPTS - 1, MemoryError("once more"))
+    exhausted(engine, StepLoop.max_attempts - 1, MemoryError("once more"))
     engine.add_request("a", prompt(100), sampling(max_tokens=2))
     engine.step()
-    assert engine.scheduler.pacer.limit == 100 >> (MAX_ATTEMPTS - 1)
-    exhausted(engine, MAX_ATTEMPTS, MemoryError("once more"))
+    assert engine.scheduler.pacer.limit == 100 >> (StepLoop.max_attempts - 1)
+    exhausted(engine, StepLoop.max_attempts, MemoryError("once more"))
     with pytest.raises(MemoryError, match="once more"):
         engine.step()
 

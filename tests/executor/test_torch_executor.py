@@ -146,11 +146,32 @@ def test_rows_that_sample_nothing_do_not_reach_the_sampler(monkeypatch: pytest.M
     assert [results[0].token_id for results in stepper.results] == [None, None]
 
 
+class FakeEvent:
+    """CUDA event that tells what is done with it. The device takes 5 ms from one event to the next."""
+
+    told: list[str] = []  # noqa: RUF012
+
+    def __init__(self, **_: bool) -> None: ...
+
+    def record(self, stream: str) -> None:
+        self.told.append(f"mark {stream}")
+
+    def synchronize(self) -> None:
+        self.told.append("wait")
+
+    def elapsed_time(self, end: Any) -> float:
+        return 5.0
+
+
 @pytest.mark.parametrize("sample", [True, False])
 def test_a_step_on_a_gpu_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyPatch, sample: bool) -> None:
-    """A step whose rows sample nothing copies nothing to the host, which alone would not wait for the GPU."""
+    """A step whose rows sample nothing copies nothing to the host, which alone would not wait for the GPU.
+
+    Its time is the device's, and `launch` does not wait.
+    """
     executor = make_executor()
     told: list[str] = []
+    monkeypatch.setattr(FakeEvent, "told", told)
     forward = executor._forward
 
     def compute(*args: Any, **settings: Any) -> torch.Tensor:
@@ -159,11 +180,14 @@ def test_a_step_on_a_gpu_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(executor, "_forward", compute)
     monkeypatch.setattr(torch_executor, "to_device", lambda array, _: torch.from_numpy(array))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(f"wait for {device}"))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     executor.device = torch.device("cuda", 0)
     row = ScheduledRow(make_sequence("a", PROMPT), 0, 16, np.arange(8, dtype=np.int32)[None], sample=sample)
-    assert executor.execute(StepPlan([row])).elapsed > 0
-    assert told == ["compute", "wait for cuda:0"]
+    launched = executor.launch(StepPlan([row]))
+    assert told == ["mark stream of cuda:0", "compute", "mark stream of cuda:0"]
+    assert executor.collect(launched).elapsed == 0.005
+    assert told[3:] == ["wait"]
 
 
 def test_empty_plan() -> None:

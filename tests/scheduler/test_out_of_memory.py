@@ -26,19 +26,20 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_request_gets_its_tokens(layout: str, mode: str, seed: int) -> None:
+def test_every_request_gets_its_tokens(layout: str, mode: str, seed: int, looks_ahead: bool) -> None:
     """A third of all steps fails. Prompts share prefixes that end within a block, and the pool is too small."""
     random = Random(seed)
     groups = LAYOUTS[layout].num_groups
     settings = {"max_model_len": 150, "output_prediction": "none", "headroom": 0.0, **MODES[mode]}
     settings |= {"swap_blocks": groups * settings["swap_blocks"]} if "swap_blocks" in settings else {}
-    it = Harness(14 * groups, 48, 8, layout=LAYOUTS[layout], **settings)
+    it = Harness(14 * groups, 48, 8, layout=LAYOUTS[layout], looks_ahead=looks_ahead, **settings)
     pacer, failed, plans_with_copies = it.scheduler.pacer, 0, 0
     pacer._raise_after = 5
-    execute = it.executor.execute
+    launch = it.executor.launch
 
     def sometimes_fails(plan: StepPlan) -> Any:
         nonlocal failed, plans_with_copies
@@ -46,9 +47,9 @@ def test_every_request_gets_its_tokens(layout: str, mode: str, seed: int) -> Non
             it.executor.exhausted = [random.randint(0, 3 + len(plan.rows))]
             failed += 1
             plans_with_copies += bool(plan.copies or plan.swap_in or plan.swap_out)
-        return execute(plan)
+        return launch(plan)
 
-    it.executor.execute = sometimes_fails  # type: ignore[method-assign]
+    it.executor.launch = sometimes_fails  # type: ignore[method-assign]
     requests = []
     for number in range(40):
         shared = random.choice([0, 23, 40, 70])
@@ -65,7 +66,7 @@ def test_every_request_gets_its_tokens(layout: str, mode: str, seed: int) -> Non
     kv = it.scheduler.kv
     assert kv.pool.num_used == 0
     assert kv.swap.num_free == kv.swap.num_blocks
-    ended = [name for plan in it.executor.plans for name in plan.finished] + list(it.scheduler.schedule().finished)
+    ended = [name for plan in it.executor.plans for name in plan.finished] + it.scheduler._finished
     assert Counter(ended) == Counter(request.request_id for request in requests), "the executor hears of each once"
     assert failed > 50
     assert plans_with_copies > 0 or mode == "static"

@@ -12,7 +12,7 @@ from fakes import Harness, assert_right, make_request, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.engine.executor.base import StepPlan, StepResult
+from llmsched.engine.executor.base import ObservedExecutor, StepPlan, StepResult
 from llmsched.engine.executor.cost import MIN_STEPS, StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import FinishReason, RequestStatus
@@ -351,17 +351,15 @@ def test_a_member_of_a_static_batch_that_fails_amid_a_chunk_keeps_nothing_that_o
     harness = Harness(blocks, 400, 2, scheduling_policy="static", max_model_len=160, layout=layout)
     failing = harness.add(make_request("failing", tokens(120), 8))
     other = harness.add(make_request("other", tokens(5, seed=1), 150))
-    execute, held = harness.executor.execute, 0
+    held = 0
 
-    def fails(plan: StepPlan) -> StepResult:
+    def fails(plan: StepPlan, result: StepResult) -> None:
         nonlocal held
-        result = execute(plan)
         for row, found in zip(plan.rows, result.rows, strict=True):
             if row.sequence is failing and row.sample:
                 held, found.error = failing.table.num_blocks, "not a number"
-        return result
 
-    harness.executor.execute = fails  # type: ignore[method-assign]
+    harness.executor = ObservedExecutor(harness.executor, fails)  # type: ignore[assignment]
     harness.run()
     assert held > layout.num_blocks(160)
     assert failing.finish_reason is FinishReason.ERROR

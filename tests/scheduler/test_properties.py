@@ -26,6 +26,8 @@ PREFIXES = [[seed * 17 + i * 3 for i in range(70)] for seed in range(3)]
 class SchedulerLife(RuleBasedStateMachine):
     """Arrivals, steps, aborts, failures and pins in any order, over a pool that is too small for the load."""
 
+    looks_ahead = False
+
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[Request] = []
@@ -44,6 +46,7 @@ class SchedulerLife(RuleBasedStateMachine):
         max_passes=st.sampled_from([0, 1, 4]),
         lane=st.sampled_from([0.0, 0.3]),
         target_itl=st.sampled_from([None, None, 0.5, 2.0]),
+        num_stop_ids=st.sampled_from([0, 30]),
     )
     def start(
         self,
@@ -60,6 +63,7 @@ class SchedulerLife(RuleBasedStateMachine):
         max_passes: int,
         lane: float,
         target_itl: float | None,
+        num_stop_ids: int,
     ) -> None:
         pinned = pinned * layout.num_groups if caching else 0
         blocks *= layout.num_groups
@@ -75,6 +79,7 @@ class SchedulerLife(RuleBasedStateMachine):
             preemption_mode=swap[0],
             swap_blocks=swap[1] * layout.num_groups,
             layout=layout,
+            looks_ahead=self.looks_ahead,
             max_pinned_blocks=pinned,
             headroom=headroom,
             max_passes=max_passes,
@@ -86,6 +91,7 @@ class SchedulerLife(RuleBasedStateMachine):
         )
         self.harness.executor.per_swapped_block = swap[2]
         self.harness.scheduler.pacer._raise_after = 10  # so that the budget recovers within a run
+        self.stop_ids = frozenset(range(num_stop_ids))
         #: Under sptf ranks are lengths: it bounds nothing.
         self.witness = None if policy == "sptf" else Witness(self.harness)
 
@@ -116,6 +122,7 @@ class SchedulerLife(RuleBasedStateMachine):
             priority=priority,
             cache_salt=salt,
         )
+        request.stop_ids = self.stop_ids
         self.requests.append(self.harness.add(request))
         if self.witness:
             self.witness.see()
@@ -133,7 +140,7 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(count=st.integers(1, 20))
     def steps(self, count: int) -> None:
         for _ in range(count):
-            if self.harness.scheduler.has_work():
+            if self.harness.has_work():
                 self.harness.step()
 
     @rule(which=st.integers(0, 1000))
@@ -193,16 +200,26 @@ class SchedulerLife(RuleBasedStateMachine):
             assert output == reference(prompt, len(output))
             if request.finish_reason is FinishReason.LENGTH:
                 assert len(output) == request.sampling.max_tokens
+            stopped = request.finish_reason is FinishReason.STOP
+            assert [token in self.stop_ids for token in output] == [False] * (len(output) - stopped) + [True] * stopped
             failed = request.request_id in self.harness.executor.failing
-            assert request.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT) or failed
+            assert request.finish_reason is not FinishReason.ERROR or failed
         assert self.witness is None or not self.witness.waits
         kv = self.harness.scheduler.kv
         assert kv.pool.num_used == kv.pins.num_blocks
         assert kv.swap.num_free == kv.swap.num_blocks
         ended = [name for plan in self.harness.executor.plans for name in plan.finished]
-        ended += self.harness.scheduler.schedule().finished
+        ended += self.harness.scheduler._finished
         assert Counter(ended) == Counter(request.request_id for request in self.requests), "each ends once"
 
 
-SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True)
+class LookAheadLife(SchedulerLife):
+    """The same with a step in flight."""
+
+    looks_ahead = True
+
+
+for life in (SchedulerLife, LookAheadLife):
+    life.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True)
 TestSchedulerLife = SchedulerLife.TestCase
+TestLookAheadLife = LookAheadLife.TestCase

@@ -18,7 +18,7 @@ from tiny_models import VOCAB_SIZE
 
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.service import MAX_BAD_ROWS
-from llmsched.engine.step_loop import MAX_ATTEMPTS
+from llmsched.engine.step_loop import StepLoop
 
 PATH = "/v1/completions"
 SHORT: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}
@@ -223,7 +223,7 @@ def test_statistics_that_fail_cost_no_answer(
 # -- steps that run out of memory ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("times", "status", "code"), [(1, 200, 0), (MAX_ATTEMPTS, 503, 1)])
+@pytest.mark.parametrize(("times", "status", "code"), [(1, 200, 0), (StepLoop.max_attempts, 503, 1)])
 def test_one_step_without_memory_costs_nothing_and_many_in_succession_end_the_engine(
     make_server: Callable[..., ScriptedServer], caplog: pytest.LogCaptureFixture, times: int, status: int, code: int
 ) -> None:
@@ -238,7 +238,7 @@ def test_one_step_without_memory_costs_nothing_and_many_in_succession_end_the_en
     server.executor.execute = execute  # type: ignore[method-assign]
     assert post(server).status_code == status
     assert health(server)[0] == status
-    assert caplog.text.count("out of memory in a step of") == min(times, MAX_ATTEMPTS - 1)
+    assert caplog.text.count("out of memory in a step of") == min(times, StepLoop.max_attempts - 1)
     server.drain()
     assert server.join() == code
 
@@ -253,7 +253,7 @@ def test_a_dead_engine_says_what_killed_it(
     server = make_server()
     server.script.failure, server.script.fail_at_step = failure, 3
     if isinstance(failure, MemoryError):  # outside a step's computation nothing can be tried again
-        monkeypatch.setattr(server.engine.scheduler, "update", lambda *_: (_ for _ in ()).throw(failure))
+        monkeypatch.setattr(server.engine.scheduler, "settle", lambda *_: (_ for _ in ()).throw(failure))
     told = f"the engine has failed: {type(failure).__name__}: {failure}"
     assert last_event(server, max_tokens=400)["error"]["message"] == told
     assert health(server) == (503, {"status": "dead", "error": told})

@@ -24,6 +24,9 @@ from llmsched.engine.text.tokenizer import Tokenizer
 
 EOS = 2
 BLOCK = 16
+#: Engines with too little memory for a few requests.
+SMALL_POOL: dict[str, Any] = {"num_blocks": 14, "headroom": 0.0, "block_size": 16, "max_model_len": 128}
+SWAP = {"preemption_mode": "swap", "swap_blocks": 24, "enable_prefix_caching": False}
 
 
 @cache
@@ -46,6 +49,7 @@ def make_engine(
     *,
     num_blocks: int = 256,
     swap_blocks: int = 0,
+    looks_ahead: bool = False,
     clock: Callable[[], float] = time.monotonic,
     **config: Any,
 ) -> Engine:
@@ -66,6 +70,7 @@ def make_engine(
         num_host_blocks=swap_blocks,
         layout=layout,
     )
+    executor.looks_ahead = looks_ahead
     swap = SwapSpace(swap_blocks, executor.kv_cache_bytes // num_blocks)
     settings["swap_space"] = swap_blocks * swap.block_bytes
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
@@ -155,3 +160,20 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.has_work()
     assert stats.blocks_used == 0
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+
+
+class Failing:
+    """Function that raises in every third call, from the first on: before the work of `right`, or after it."""
+
+    def __init__(self, right: Callable[..., Any]) -> None:
+        self.right = right
+        self.calls = 0
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        self.calls += 1
+        if self.calls % 6 == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        result = self.right(*arguments, **more)
+        if self.calls % 6 == 4:
+            raise MemoryError
+        return result

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from configs import resolved
 
-from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.request import FinishReason, Request, SamplingParams
-from llmsched.engine.scheduler.baselines import make_scheduler
+from llmsched.engine.request import FinishReason, Request, SamplingParams, Sequence
+from llmsched.engine.step_loop import StepLoop
 
 VOCAB = 1000
 BLOCK = 16
@@ -36,12 +37,32 @@ def reference(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class FakeExecutor:
+@dataclass(eq=False)
+class LaunchedStep:
+    """Step of the fake executor with what it knew at the launch: the rows' block tables, and their sequences' ids.
+
+    `exhausted` is the number of parts of its work after which it runs out of memory. After `spoil`, it computes
+    nonsense, because a step on whose tokens it depends has failed.
+    """
+
+    plan: StepPlan
+    rows: list[ScheduledRow]
+    token_ids: list[list[int]]
+    exhausted: int | None = None
+    spoilt: bool = False
+    result: StepResult | None = None
+
+
+class FakeExecutor(Executor):
     """Executor that writes token ids into the KV cache and checks them when it reads them through the block table.
+
+    It computes as late as possible: a launched step runs when its result is collected. If `looks_ahead` is set, it
+    takes pending tokens from the step before, whose result may not have been collected.
 
     A step takes `elapsed` seconds, and `per_swapped_block` seconds more for each block that is copied from or to
     `host`. Rows of the requests whose ids are in `failing` fail. For each number in `exhausted`, one step does that
-    many parts of its work (the three kinds of copies, then each row), and runs out of memory.
+    many parts of its work (the three kinds of copies, then each row), and runs out of memory: steps of an even number
+    of rows in `launch`, the others in `collect`.
     """
 
     elapsed = 1.0
@@ -57,23 +78,50 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self.failing: set[str] = set()
         self.exhausted: list[int] = []
+        self._queue: list[LaunchedStep] = []
+        self._sampled: dict[Sequence, int] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         assert len({row.sequence.request_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
+        rows = [row._replace(block_table=row.block_table.copy()) for row in plan.rows]
+        step = LaunchedStep(plan, rows, [list(row.sequence.token_ids) for row in plan.rows])
+        for row, ids in zip(rows, step.token_ids, strict=True):
+            missing = row.start + row.num_tokens - len(ids)
+            assert missing <= (self.looks_ahead and row.num_tokens == 1), "ids are not known yet"
+        step.exhausted = self.exhausted.pop() if self.exhausted else None
+        self._queue.append(step)
+        if step.exhausted is not None and len(rows) % 2 == 0:
+            self.collect(step)
+        return step
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        while step in self._queue:
+            self._run(self._queue.pop(0))
+        if step.result is None:
+            raise MemoryError("told to run out")
+        return step.result
+
+    def _run(self, step: LaunchedStep) -> None:
+        plan = step.plan
+        for row, ids in zip(step.rows, step.token_ids, strict=True):
+            if row.start + row.num_tokens > len(ids):
+                ids.append(-7 if step.spoilt else self._sampled[row.sequence])
         parts = [
             partial(self._move, self.kv, self.host, plan.swap_out),
             partial(self._copy, plan.copies),
             partial(self._move, self.host, self.kv, plan.swap_in),
-            *(partial(self._write, row) for row in plan.rows),
+            *(partial(self._write, row, ids) for row, ids in zip(step.rows, step.token_ids, strict=True)),
         ]
-        last = self.exhausted.pop() if self.exhausted else None
-        for part in parts[:last]:
+        for part in parts[: step.exhausted]:
             part()
-        if last is not None:
-            raise MemoryError("told to run out")
-        self.plans.append(plan)
-        swapping = self.per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))
-        return StepResult([self._read(row) for row in plan.rows], self.elapsed + swapping, swapping)
+        if step.exhausted is not None:
+            for later in self._queue:
+                later.spoilt = True
+        elif not step.spoilt:
+            self.plans.append(plan)
+            swapping = self.per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))
+            results = [self._read(row, ids) for row, ids in zip(step.rows, step.token_ids, strict=True)]
+            step.result = StepResult(results, self.elapsed + swapping, swapping)
 
     def _move(self, source: np.ndarray, destination: np.ndarray, pairs: ListLike[tuple[int, int]]) -> None:
         assert len({to for _, to in pairs}) == len(pairs), "two copies into one place"
@@ -87,23 +135,26 @@ class FakeExecutor:
             assert (self.kv[source] == before[source]).all(), "a copy of a copy"
             self.kv[destination] = self.kv[source]
 
-    def _write(self, row: ScheduledRow) -> None:
+    def _write(self, row: ScheduledRow, token_ids: list[int]) -> None:
         assert row.num_tokens > 0
         for position in range(row.start, row.start + row.num_tokens):
             blocks = row.block_table[:, position // self.block_size]
             assert len(set(blocks.tolist())) == len(blocks), "two groups write to one block"
-            self.kv[blocks, position % self.block_size] = row.sequence.token_ids[position]
+            self.kv[blocks, position % self.block_size] = token_ids[position]
 
-    def _read(self, row: ScheduledRow) -> RowResult:
+    def _read(self, row: ScheduledRow, token_ids: list[int]) -> RowResult:
         end = row.start + row.num_tokens
         for group, table in enumerate(row.block_table):
             # The tokens to which the row's tokens attend; in a window group, those in the window of its first token.
             start = 0 if group < self.layout.full_groups else max(0, row.start - self.layout.window + 1)
             held = self.kv[table].reshape(-1)[start:end].tolist()
-            assert held == row.sequence.token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
+            assert held == token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
+        if not row.sample:
+            return RowResult(error="told to fail" if row.sequence.request_id in self.failing else None)
+        token = self._sampled[row.sequence] = next_token(token_ids[:end])
         if row.sequence.request_id in self.failing:
             return RowResult(error="told to fail")
-        return RowResult(token_id=next_token(row.sequence.token_ids[:end]) if row.sample else None)
+        return RowResult(token_id=token)
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: float = 0.0, **more: object) -> Request:
@@ -120,8 +171,11 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: flo
     )
 
 
-class Harness:
-    """Scheduler with a fake executor. Each call of `step` checks the scheduler and takes a second of its clock."""
+class Harness(StepLoop):
+    """Step loop with a fake executor. Each call of `step` checks the scheduler and takes a second of its clock."""
+
+    executor: FakeExecutor
+    max_attempts = 10_000
 
     def __init__(
         self,
@@ -133,6 +187,7 @@ class Harness:
         swap_blocks: int = 0,
         max_pinned_blocks: int = 0,
         layout: KVLayout | None = None,
+        looks_ahead: bool = False,
         **knobs: Any,
     ) -> None:
         self.time = 0.0
@@ -146,45 +201,46 @@ class Harness:
             max_pinned_blocks=max_pinned_blocks,
             swap=SwapSpace(swap_blocks, BLOCK_BYTES),
         )
-        self.scheduler = make_scheduler(kv, config, lambda: self.time)
-        self.executor = FakeExecutor(num_blocks, BLOCK, swap_blocks, layout)
+        super().__init__(config, kv, FakeExecutor(num_blocks, BLOCK, swap_blocks, layout), lambda: self.time)
+        self.executor.looks_ahead = looks_ahead
+        self._failed: StepPlan | None = None
+        self._schedule, self.scheduler.schedule = self.scheduler.schedule, self.schedule  # type: ignore[method-assign]
 
     def add(self, request: Request) -> Request:
         assert self.scheduler.fits_alone(request.num_prompt_tokens, request.sampling.max_tokens)
         self.scheduler.add(request)
         return request
 
+    def schedule(self) -> StepPlan:
+        scheduler, failed = self.scheduler, self._failed
+        ran, preemptions = set(scheduler.running), scheduler.counters.num_preemptions
+        plan = self._schedule()
+        assert len(scheduler.running) <= scheduler.config.max_num_seqs
+        preempted = failed is not None or scheduler.counters.num_preemptions > preemptions
+        if preempted and ran & set(scheduler.running):
+            assert ran >= set(scheduler.running), "a step that preempted admits no request"
+        assert plan.num_tokens <= scheduler.pacer.step_budget
+        assert failed is None or plan.num_tokens <= max(1, failed.num_tokens // 2)
+        self._failed = None
+        return plan
+
+    def _abandon(self, plan: StepPlan, error: Exception) -> None:
+        super()._abandon(plan, error)
+        self._failed = plan
+        self.scheduler.check_integrity()
+        for request in self.scheduler.running:  # no blocks of windows are left over
+            width = request.table.layout.width(request.num_tokens)
+            assert request.table.window_end <= request.table.needed_window_end(width)
+
     def step(self) -> None:
-        """Compute a step, as `StepLoop.run_step` does, but without a bound on attempts."""
-        failed: StepPlan | None = None
-        while True:
-            ran, preemptions = set(self.scheduler.running), self.scheduler.counters.num_preemptions
-            plan = self.scheduler.schedule()
-            assert plan.rows, "no progress"
-            assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
-            preempted = failed is not None or self.scheduler.counters.num_preemptions > preemptions
-            if preempted and ran & set(self.scheduler.running):
-                assert ran >= set(self.scheduler.running), "a step that preempted admits no request"
-            assert plan.num_tokens <= self.scheduler.pacer.step_budget
-            assert failed is None or plan.num_tokens <= max(1, failed.num_tokens // 2)
-            try:
-                result = self.executor.execute(plan)
-                break
-            except MemoryError:
-                failed = plan
-                self.scheduler.abandon(plan)
-                self.scheduler.check_integrity()
-                for request in self.scheduler.running:  # no blocks of windows are left over
-                    width = request.table.layout.width(request.num_tokens)
-                    assert request.table.window_end <= request.table.needed_window_end(width)
-        self.scheduler.update(plan, result)
+        self.run_step()
         self.scheduler.check_integrity()
         self.time += 1.0
 
     def run(self, limit: int = 10_000) -> int:
-        """Step until the scheduler has no work, and return the number of steps."""
+        """Step until there is no work, and return the number of steps."""
         for steps in range(limit):
-            if not self.scheduler.has_work():
+            if not self.has_work():
                 return steps
             self.step()
         raise AssertionError(f"not idle after {limit} steps")

@@ -186,7 +186,8 @@ class _Run:
         self.clock.now += elapsed
         result = StepResult([RowResult(token_id=1 if row.sample else None) for row in plan.rows], elapsed)
         ended, index = 0, len(self.shapes)
-        for update in self.scheduler.update(plan, result):
+        self.scheduler.advance(plan)
+        for update in self.scheduler.settle(plan, result):
             if update.result.token_id is None:
                 continue
             times = self.times[int(update.request.request_id)]

@@ -24,7 +24,7 @@ from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.app import build_app
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.engine.core import Engine
-from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult
+from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult, SynchronousExecutor
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import Sequence, TokenLogprob
@@ -68,7 +68,7 @@ class Script:
         return self.alphabet[position % len(self.alphabet)]
 
 
-class ScriptedExecutor:
+class ScriptedExecutor(SynchronousExecutor):
     """Executor that follows the script and computes nothing."""
 
     def __init__(self, script: Script) -> None:

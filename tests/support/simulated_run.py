@@ -74,7 +74,8 @@ def simulate(
             clock.now = min([until, *(request.arrival_time for request in pending[-1:])])
             continue
         plan = scheduler.schedule()
-        updates = scheduler.update(plan, executor.execute(plan))
+        scheduler.advance(plan)
+        updates = scheduler.settle(plan, executor.execute(plan))
         for update in updates:
             if update.result.token_id is not None:
                 times[update.request.request_id].token_times.append(clock.now)

@@ -14,7 +14,7 @@ from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.runners import EngineRunner, StepWatch, TrialLoad, others_cpu
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.executor.base import StepPlan, StepResult
+from llmsched.engine.executor.base import ObservedExecutor, StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
@@ -22,14 +22,11 @@ from llmsched.engine.progress import silent
 
 def served(harness: Harness) -> StepWatch:
     """Serve requests with steps of 10 ms plus 0.1 ms per prefill token."""
-    inner = harness.executor.execute
 
-    def timed(plan: StepPlan) -> StepResult:
-        prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
-        result = inner(plan)
-        return StepResult(result.rows, 0.010 + 1e-4 * prefill)
+    def timed(plan: StepPlan, result: StepResult) -> None:
+        result.elapsed = 0.010 + 1e-4 * sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
 
-    harness.executor.execute = timed  # type: ignore[method-assign]
+    harness.executor = ObservedExecutor(harness.executor, timed)  # type: ignore[assignment]
     watch = StepWatch(harness)  # type: ignore[arg-type]  # has the executor and the scheduler, as an Engine
     for number in range(6):
         harness.add(make_request(f"r{number}", tokens(90 + 40 * number, seed=number), max_tokens=40))

@@ -33,10 +33,10 @@ def check_swap(device: str, *, small: bool = False) -> Iterator[CheckRow]:
     host.swap_out(list(zip(blocks, host_blocks, strict=True)))
     for tensor in tensors:
         tensor.zero_()  # given to the computing stream at once: it must wait for the copies
-    out_s = host.seconds()
+    out_s = sum(stopwatch.seconds() for stopwatch in host.take_times())
     host.swap_in(list(zip(host_blocks, blocks, strict=True)))
     same = all(torch.equal(now[blocks], was[blocks]) for now, was in zip(tensors, before, strict=True))
-    in_s = host.seconds()
+    in_s = sum(stopwatch.seconds() for stopwatch in host.take_times())
     rest = [block for block in range(2 * count) if block not in set(blocks)]
     untouched = not any(bool(tensor[rest].any()) for tensor in tensors)
     yield CheckRow("blocks come back as they went", str(same and untouched), "True", same and untouched)
