@@ -15,6 +15,7 @@ from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError, ModelError, is_out_of_memory, setting
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
+from llmsched.engine.memory.activations import logits_limit
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.planner import plan_memory
 from llmsched.engine.metrics import EngineMetrics
@@ -112,6 +113,7 @@ def _load(
             num_host_blocks=swap.num_blocks,
             layout=plan.layout,
             model_impl=config.model_impl,
+            logits_bytes=logits_limit(plan.device.total),
         )
     remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"
     with _within_memory(plan, "computing the largest steps", remedy):

@@ -76,6 +76,14 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     load_backend(backend_name(key.device.type)).write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
+def sample(logits: Tensor, parameters: Tensor) -> Tensor:
+    """Compute `reference.sample` with the backend of the logits' device. Raises ValueError unless the shapes fit."""
+    if parameters.shape != (6, len(logits)):
+        raise ValueError(f"parameters {tuple(parameters.shape)} do not fit {len(logits)} rows; allowed is (6, rows)")
+    outcomes: Tensor = load_backend(backend_name(logits.device.type)).sample(logits, parameters)
+    return outcomes
+
+
 def backend_name(device_type: str) -> BackendName:
     """Return the backend for a `torch.device.type`. Raises ValueError for an unknown value of LLMSCHED_KERNELS."""
     forced = os.environ.get(ENVIRONMENT_VARIABLE, "auto")

@@ -10,6 +10,7 @@ a block table after the context, or before a sliding window, are never read.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Literal, Required, TypedDict
 
 import torch
@@ -108,6 +109,101 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     blocks, offsets = slots // block_size, slots % block_size
     key_cache[blocks, :, offsets] = key[real].to(key_cache.dtype)
     value_cache[blocks, :, offsets] = value[real].to(value_cache.dtype)
+
+
+class SamplingParameter(IntEnum):
+    """Row of the array `parameters` of `sample`, which has one column for each row of logits.
+
+    TEMPERATURE is 0 for a greedy row. These values turn a filter off: TOP_K 0 or less, TOP_P 1, MIN_P 0. KEY_0 and
+    KEY_1 are the two 32-bit words of the row's random key.
+    """
+
+    TEMPERATURE = 0
+    TOP_K = 1
+    TOP_P = 2
+    MIN_P = 3
+    KEY_0 = 4
+    KEY_1 = 5
+
+
+#: Tokens per chunk of the race.
+CHUNK = 256
+#: A token's weight is its probability relative to the best token's, in units of 1 / WEIGHT_UNITS.
+WEIGHT_UNITS = 1 << 40
+#: Scores below it give the weight 0.
+MIN_SCORE = -28.0
+
+
+def sample(logits: Tensor, parameters: Tensor) -> Tensor:
+    """Draw a token id for each row of logits [R, V] and return the ids [R] (int64): -1 if the best is not finite.
+
+    `parameters` is [6, R] (float64), see SamplingParameter. A greedy row takes its best token. All orders of tokens are
+    by logit, and equal logits (common in bfloat16) are in the order of their ids. In the other rows, one filter after
+    the other applies. The temperature divides the logits. min_p keeps tokens with at least min_p times the best token's
+    probability. top_k keeps the k best of these. top_p keeps the fewest best tokens whose renormalised probabilities
+    sum to top_p or more. One of the remaining tokens wins the `race`.
+
+    Weights are integers, so that no order of additions changes a sum: every row gets the same token in every batch.
+    """
+    temperature, top_k, top_p, min_p = parameters[: SamplingParameter.KEY_0].unsqueeze(2)
+    logits = logits.float()
+    best, greedy = logits.max(dim=1)
+    scores = (logits - best[:, None]) / temperature.float()
+    scores = torch.where(scores >= min_p.log().float(), scores, float("-inf"))
+    weights = (scores.exp() * WEIGHT_UNITS).long()
+
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    ranked, ranks = weights.gather(1, order), torch.arange(logits.shape[1], device=logits.device)
+    ranked[(top_k > 0) & (ranks >= top_k)] = 0
+    wanted = (top_p * ranked.sum(dim=1, keepdim=True)).ceil().long()
+    ranked[ranked.cumsum(dim=1) - ranked >= wanted] = 0
+    drawn = race(torch.empty_like(weights).scatter_(1, order, ranked), parameters[SamplingParameter.KEY_0 :].T.long())
+    return torch.where(best.isfinite(), torch.where(temperature[:, 0] > 0, drawn, greedy), -1)
+
+
+def race(weights: Tensor, keys: Tensor) -> Tensor:
+    """Draw one id per row with probabilities proportional to weights [R, V] (int64), by an exponential race.
+
+    `keys` [R, 2] (int64) are the random keys. Each token has an independent exponential time E, and the token with the
+    largest weight / E is drawn, which happens with probability weight / sum. It is the Gumbel-max trick, because log w
+    - log E is log w plus Gumbel noise. The race has two rounds, to draw fewer random numbers. First the chunks of CHUNK
+    tokens compete, each with the sum of its weights. Then the tokens in the winning chunk compete. Lower ids win ties.
+    A token of weight 0 is drawn only if all weights are 0.
+
+    The draw hardly depends on rounding, because the times do not depend on the logits. If a recomputation moves logits
+    by 1e-6, about one draw in 1e6 changes. Inverting the cumulative distribution would change far more draws, because
+    each token's interval in [0, 1) would shift with the sum of the weights before it.
+
+    Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, which also covers races between sets of
+    tokens by the sums of their weights.
+    """
+    rows, width = weights.shape
+    chunks = torch.nn.functional.pad(weights, (0, -width % CHUNK)).view(rows, -1, CHUNK)
+    sums = chunks.sum(dim=2)
+    names = torch.arange(CHUNK + sums.shape[1], device=weights.device)
+    uniform = (hashed(names, keys[:, :1], keys[:, 1:]).double() + 0.5) * 2.0**-32
+    times = uniform.neg().log1p().neg()  # independent exponentially distributed samples (mean 1, above 0)
+    chunk = (sums / times[:, CHUNK:]).argmax(dim=1)
+    inside = chunks[torch.arange(rows, device=weights.device), chunk]
+    return (chunk * CHUNK + (inside / times[:, :CHUNK]).argmax(dim=1)).clamp(max=width - 1)
+
+
+#: Multipliers of `hashed`.
+MIX_0, MIX_1 = 0x604BAA5D, 0x43D6CE97
+
+
+def hashed(names: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return 32 random bits for each name and key (first, second). Arguments are broadcast.
+
+    Arguments and result are int64 in [0, 2**32). No product reaches 2**63, so all devices compute the same hashes.
+
+    Source: C. Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers: of his
+    multipliers below 2**31, those with the least bias.
+    """
+    mixed = names ^ first
+    mixed = ((mixed ^ mixed >> 16) * MIX_0) & 0xFFFFFFFF
+    mixed = ((mixed ^ mixed >> 15 ^ second) * MIX_1) & 0xFFFFFFFF
+    return mixed ^ mixed >> 15
 
 
 def gather(cache: Tensor, block_table: Tensor, context: int) -> Tensor:

@@ -1,12 +1,10 @@
 """Random numbers that depend only on a seed, a position and a name.
 
 The counter-based generator Philox4x32-10 turns (seed, position) into a key. It has no state, so preemption and batching
-do not change the tokens that a sequence draws. A cheap hash turns this key and a name, such as the index of a token,
-into a random number on the device of the logits.
+do not change the tokens that a sequence draws. A cheap hash (`hashed` in kernels/reference.py) turns this key and a
+name, such as the index of a token, into a random number on the device of the logits.
 
-Sources: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. C.
-Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers: of his multipliers below 2**31,
-those with the least bias.
+Source: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Sequence as ListLike
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 UInt64 = npt.NDArray[np.uint64]
 
@@ -23,9 +20,6 @@ _ROUNDS = 10
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-
-_MASK = 0xFFFFFFFF
-_MIX_0, _MIX_1 = 0x604BAA5D, 0x43D6CE97
 
 
 def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
@@ -37,17 +31,6 @@ def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
     low = np.array(positions, dtype=np.uint64)
     zero = np.zeros_like(low)
     return np.stack(philox4x32(low & _LOW, low >> _HALF, zero, zero, key & _LOW, key >> _HALF)[:2])
-
-
-def hashed(names: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each name and key (first, second). Arguments are broadcast.
-
-    Arguments and result are int64 in [0, 2**32). No product reaches 2**63, so all devices compute the same hashes.
-    """
-    mixed = names ^ first
-    mixed = ((mixed ^ mixed >> 16) * _MIX_0) & _MASK
-    mixed = ((mixed ^ mixed >> 15 ^ second) * _MIX_1) & _MASK
-    return mixed ^ mixed >> 15
 
 
 def philox4x32(

@@ -1,9 +1,9 @@
 """Sampling of the next token from each row of logits. Each row has its own parameters and does not affect others.
 
 Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens and penalties change the logits
-(penalties.py). A greedy row takes the token with the highest logit, the lowest id of several equal ones. Other rows go
-through the filters and the random draw (filters.py), whose key is (sequence.seed, number of output tokens so far). So
-the draw does not depend on other rows, on chunking or on preemption.
+(penalties.py). Then `sample` (kernels/reference.py) takes the best token of a greedy row, and draws from the other
+rows. The key of a draw is (sequence.seed, number of output tokens so far). So the draw does not depend on other rows,
+on chunking or on preemption.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from llmsched.engine.executor.base import RowResult
 from llmsched.engine.executor.batch import HostCopy, to_device
-from llmsched.engine.executor.filters import Filters, draw
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
 from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
+from llmsched.kernels.dispatch import sample
+from llmsched.kernels.reference import SamplingParameter
 
 #: Rows with a lower temperature are greedy, because dividing by it would leave only the best token in fp32.
 MIN_TEMPERATURE = 1e-5
+
+#: Outcomes of rows that have no token: their best logit was not finite, before or after LogitEditor changed the logits.
+NOT_FINITE, BARRED = -1, -2
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
@@ -38,13 +43,9 @@ class PendingSample:
     """
 
     def __init__(
-        self,
-        token_ids: torch.Tensor,
-        outcomes: torch.Tensor,
-        logprobs: ListLike[PendingLogprobs],
-        rows_with_logprobs: ListLike[int],
+        self, outcomes: torch.Tensor, logprobs: ListLike[PendingLogprobs], rows_with_logprobs: ListLike[int]
     ) -> None:
-        self.token_ids = token_ids
+        self.token_ids = outcomes.clamp(min=0)
         self._outcomes = HostCopy(outcomes)
         self._logprobs = logprobs
         self._rows_with_logprobs = rows_with_logprobs
@@ -60,7 +61,7 @@ class PendingSample:
 class Sampler:
     """Sampler of the next tokens of sequences. Its only state is the token counts of sequences with penalties.
 
-    `rows_at_once` is the number of rows of which it holds copies at a time.
+    `rows_at_once` is the number of rows of which it holds fp32 copies at a time.
     """
 
     def __init__(self, rows_at_once: int = 1 << 31) -> None:
@@ -77,41 +78,35 @@ class Sampler:
         Row i continues sequences[i]. A row whose best logit is not finite will get an `error`. The ids in logit_bias
         must be below V.
         """
-        parts = [slice(low, low + self._rows_at_once) for low in range(0, len(sequences), self._rows_at_once)]
-        ids, outcomes, found = zip(*(self._enqueue_part(logits[p], sequences[p]) for p in parts), strict=True)
+        parameters = to_device(parameters_of(sequences), logits.device)
         rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-        return PendingSample(torch.cat(ids), torch.cat(outcomes), [each for each in found if each is not None], rows)
+        if not rows and not any(self._editor.needs(sequence) for sequence in sequences):
+            return PendingSample(sample(logits, parameters), [], rows)
+        parts = [slice(low, low + self._rows_at_once) for low in range(0, len(sequences), self._rows_at_once)]
+        outcomes, logprobs = zip(
+            *(self._enqueue_part(logits[part], parameters[:, part], sequences[part]) for part in parts), strict=True
+        )
+        return PendingSample(torch.cat(outcomes), [each for each in logprobs if each is not None], rows)
 
     def _enqueue_part(
-        self, logits: torch.Tensor, sequences: ListLike[Sequence]
-    ) -> tuple[torch.Tensor, torch.Tensor, PendingLogprobs | None]:
-        """Return token ids, outcomes (see `result_of`) and the log-probabilities of the rows that want them."""
-        logits = logits.float()
-        best, choice = logits.max(dim=1)
-        usable = best.isfinite()
+        self, logits: torch.Tensor, parameters: torch.Tensor, sequences: ListLike[Sequence]
+    ) -> tuple[torch.Tensor, PendingLogprobs | None]:
+        """Return the outcomes of some rows, and the log-probabilities of those that want them."""
         with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-        places = to_device(np.array(with_logprobs, dtype=np.int64), logits.device)
-        raw = torch.log_softmax(logits[places], dim=1) if with_logprobs else None
-        if edits := any(self._editor.needs(sequence) for sequence in sequences):
+        rows = to_device(np.array(with_logprobs, dtype=np.int64), logits.device)
+        raw = torch.log_softmax(logits[rows].float(), dim=1) if with_logprobs else None
+        if any(self._editor.needs(sequence) for sequence in sequences):
+            usable = logits.amax(dim=1).isfinite()
+            logits = logits.float()
             self._editor.edit(logits, sequences)
-            best, choice = logits.max(dim=1)
-        drawing = [row for row, sequence in enumerate(sequences) if not is_greedy(sequence.sampling)]
-        if len(drawing) == len(sequences):
-            choice = draw(logits, filters_of(sequences))
-        elif drawing:
-            rows = to_device(np.array(drawing), logits.device)
-            choice[rows] = draw(logits[rows], filters_of([sequences[row] for row in drawing]))
-        outcomes = torch.where(usable, choice, NOT_FINITE)
-        if edits:
-            outcomes = torch.where(usable & ~best.isfinite(), BARRED, outcomes)
+            outcomes = sample(logits, parameters)
+            outcomes = torch.where(usable, torch.where(outcomes < 0, BARRED, outcomes), NOT_FINITE)
+        else:
+            outcomes = sample(logits, parameters)
         if raw is None:
-            return choice, outcomes, None
+            return outcomes, None
         counts = [sequences[row].sampling.logprobs or 0 for row in with_logprobs]
-        return choice, outcomes, PendingLogprobs(raw, choice[places], counts)
-
-
-#: Outcomes of rows that have no token: their best logit was not finite, before or after LogitEditor changed the logits.
-NOT_FINITE, BARRED = -1, -2
+        return outcomes, PendingLogprobs(raw, outcomes[rows].clamp(min=0), counts)
 
 
 def result_of(outcome: int) -> RowResult:
@@ -124,13 +119,16 @@ def result_of(outcome: int) -> RowResult:
     return RowResult(token_id=outcome)
 
 
-def filters_of(sequences: ListLike[Sequence]) -> Filters:
-    """Return the filter parameters of the given sequences, and the random keys for drawing their next tokens."""
+def parameters_of(sequences: ListLike[Sequence]) -> npt.NDArray[np.float64]:
+    """Return the `parameters` of kernels' `sample` for the next tokens of the given sequences, [6, S]."""
     samplings = [sequence.sampling for sequence in sequences]
-    settings = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
-    temperature, top_k, top_p, min_p = np.array(settings, dtype=np.float64).T
-    words = keys([s.seed for s in sequences], [s.num_output_tokens for s in sequences])
-    return Filters(temperature, top_k, top_p, min_p, words)
+    parameters = np.zeros((len(SamplingParameter), len(sequences)))
+    settings = [(0.0 if is_greedy(s) else s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
+    parameters[: SamplingParameter.KEY_0] = np.array(settings).T
+    if parameters[SamplingParameter.TEMPERATURE].any():
+        words = keys([s.seed for s in sequences], [s.num_output_tokens for s in sequences])
+        parameters[SamplingParameter.KEY_0 :] = words
+    return parameters
 
 
 class PendingLogprobs:

@@ -114,6 +114,7 @@ class TorchExecutor(Executor):
         num_host_blocks: int = 0,
         layout: KVLayout | None = None,
         model_impl: ModelImplementation = "auto",
+        logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         limit = rotary_limit(read_fields(model.config))
         if limit is not None and max_model_len is not None and max_model_len > limit:
@@ -134,7 +135,7 @@ class TorchExecutor(Executor):
         #: Number of logits per token. Only ids below it can be sampled or biased.
         self.vocab_size = self._model.vocab_size
         self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
-        self._logits_at_once = max(1, LOGITS_BYTES // (4 * self._model.vocab_size))
+        self._logits_at_once = max(1, logits_bytes // (4 * self._model.vocab_size))
         self._sampler = Sampler(self._logits_at_once)
         self._sampled = SampledTokens()
         #: Called before sampling with the sequences and the logits [R, vocab_size] of their next tokens.

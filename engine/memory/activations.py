@@ -6,8 +6,8 @@ A step runs MLPs, attention and the sampler one after the other, so the peak in 
                (residual, its normalised copy, two vectors of attention; gate, up and their product; rotary tables)
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
                + context x bytes per token of the keys and values that one layer gathers for one sequence
-    sampler    sequences x vocab x dtype + 18 x min(sequences x vocab x 4, 8 MiB)
-               + 6 x the part of sequences x vocab x 4 between 8 MiB and 32 MiB
+    sampler    sequences x vocab x dtype + 3 x min(sequences x vocab x 4, 1/1024 of the device's memory)
+               (only for sequences with penalties or log-probabilities; the others are sampled without a copy)
 
 `dtype` is the size of one number in bytes; hidden, inner, query, kv, head_dim and vocab are sizes of the model. A CPU
 without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so the MLP needs
@@ -24,20 +24,25 @@ from llmsched.engine.architecture.geometry import LayerGroup
 if TYPE_CHECKING:
     from llmsched.engine.architecture.shape import ModelShape
 
-#: Limit on the bytes of one fp32 copy of logits. It limits how many rows are sampled at a time.
+#: Limit on the bytes of one fp32 copy of logits, if the memory of the device is not known.
 LOGITS_BYTES = 32 << 20
 
-#: Limit on the bytes of the fp32 logits that top-p sorts at one time.
-SORTED_BYTES = 8 << 20
-
-#: Number of fp32 copies at the peak, when every row must be sorted in full: of the logits that are sorted at one time
-#: (measured 13.3 to 17.3), and of the others (measured 5.2).
-SORTED_COPIES, WAITING_COPIES = 18, 6
+#: Number of fp32 copies at the peak, of the rows that are copied at one time (measured 2 to 2.5), and the logits from
+#: which prompt tokens get their log-probabilities.
+LOGITS_COPIES = 3
 
 #: Number of queries for which the CPU kernel holds a mask, and scores if needed, at one time.
 CHUNK_TILE = 128
 
 _FLOAT32 = 4
+
+
+def logits_limit(device_bytes: int) -> int:
+    """Return the limit on the bytes of one fp32 copy of logits on a device with this memory.
+
+    The limit bounds how many rows with penalties or log-probabilities are sampled at a time.
+    """
+    return max(16 << 20, device_bytes >> 10)
 
 
 def activation_bytes(
@@ -49,19 +54,18 @@ def activation_bytes(
     kind: Literal["cuda", "cpu"] = "cuda",
     context: int = 0,
     float32_products: bool = False,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> int:
     """Return the peak bytes of a step of `num_tokens` tokens and `num_seqs` sequences of at most `context` tokens.
 
     `dtype_bytes` is the size of one number in weights and activations. `float32_products` is True if the device
-    computes products of 16-bit numbers in fp32.
+    computes products of 16-bit numbers in fp32. `logits_bytes` is the device's `logits_limit`.
     """
     mlp = mlp_bytes(shape, num_tokens, dtype_bytes)
     if float32_products:
         mlp += num_tokens * shape.inner_size * (_FLOAT32 - dtype_bytes)
     logits = num_seqs * shape.vocab_size
-    at_once = min(_FLOAT32 * logits, LOGITS_BYTES)
-    sorted_at_once = min(at_once, SORTED_BYTES)
-    sampler = logits * dtype_bytes + SORTED_COPIES * sorted_at_once + WAITING_COPIES * (at_once - sorted_at_once)
+    sampler = logits * dtype_bytes + LOGITS_COPIES * min(_FLOAT32 * logits, logits_bytes)
     if kind == "cuda":
         return max(mlp, sampler)
     groups = [group for group in shape.geometry.groups if group.kind != "state"]

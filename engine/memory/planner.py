@@ -38,7 +38,7 @@ from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import plan_errors
-from llmsched.engine.memory.activations import activation_bytes
+from llmsched.engine.memory.activations import activation_bytes, logits_limit
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.vllm_profile import LIBRARY_BYTES, VllmProfile
 from llmsched.engine.model.demo import cache_directory
@@ -126,6 +126,7 @@ def _plan_for_context(
             kind=device.kind,
             context=context,
             float32_products=not on_gpu and not device.computes_bf16 and dtype_bytes == 2,
+            logits_bytes=logits_limit(device.total),
         ),
         context_bytes=CONTEXT_BYTES if on_gpu else 0,
         state_bytes=config.max_num_seqs * geometry.state_bytes_per_seq,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmsched.kernels import reference
-from llmsched.kernels.cpu import layer
+from llmsched.kernels.cpu import layer, sampling
 from llmsched.kernels.cpu.compiled import ELEMENTS, jit
 from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, RowList, attend_rows, list_rows
 from llmsched.kernels.cpu.prefill_attention import attend_chunk
@@ -16,6 +16,8 @@ from llmsched.kernels.reference import Activation, AttentionOptions
 
 #: Types of activations that the kernels write; ops on others use the reference.
 WRITTEN_TYPES = (torch.float32, torch.bfloat16)
+
+sample = sampling.sample
 
 
 class Work(NamedTuple):

@@ -10,9 +10,13 @@ from torch import Tensor
 from llmsched.kernels.reference import Activation, AttentionOptions
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
+from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling, num_processors, padded
 
 GATE_BLOCK = 1024
+
+#: Tokens of one pass of the sampling kernel, and its warps: with more tokens per thread, registers would spill.
+SAMPLING_BLOCK, SAMPLING_WARPS = 2048, 16
 
 
 def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> None:
@@ -230,6 +234,16 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
         grid = (tokens, -(-size // GATE_BLOCK))
         gate_kernel[grid](gate_up, output, SIZE=size, BLOCK=GATE_BLOCK, GELU=activation == "gelu_tanh")
     return output
+
+
+def sample(logits: Tensor, parameters: Tensor) -> Tensor:
+    """Compute `reference.sample`."""
+    rows, width = logits.shape
+    outcomes = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    shift = 16 if logits.dtype is torch.bfloat16 else 0
+    batch = (logits.contiguous(), parameters.contiguous())
+    sample_kernel[(rows,)](outcomes, *batch, rows, width, SHIFT=shift, BLOCK=SAMPLING_BLOCK, num_warps=SAMPLING_WARPS)
+    return outcomes
 
 
 def _check_heads(rows: Tensor) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from llmsched.engine.executor.base import RowResult
-from llmsched.engine.executor.filters import race
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
 from llmsched.engine.executor.sampler import Sampler
 from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.kernels.reference import race
 
 VOCAB = 500
 

@@ -13,14 +13,28 @@ from tiny_models import VOCAB_SIZE, build_model
 from llmsched.engine.executor import torch_executor
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.request import TokenLogprob
 
 PROMPT = [(7 * index + 4) % (VOCAB_SIZE - 4) + 4 for index in range(33)]
 
 
-def make_executor(arch: str = "llama", *, num_blocks: int = 64, block_size: int = 4, **overrides: Any) -> TorchExecutor:
-    model = build_model(arch, seed=5, **overrides)
-    return TorchExecutor(model, num_blocks=num_blocks, block_size=block_size, device="cpu", kv_dtype=torch.float32)
+def make_executor(
+    arch: str = "llama",
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    logits_bytes: int = LOGITS_BYTES,
+    **overrides: Any,
+) -> TorchExecutor:
+    return TorchExecutor(
+        build_model(arch, seed=5, **overrides),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        device="cpu",
+        kv_dtype=torch.float32,
+        logits_bytes=logits_bytes,
+    )
 
 
 def raw_logprobs(tokens: list[int]) -> torch.Tensor:
@@ -59,13 +73,12 @@ def test_prompt_logprobs_from_the_middle() -> None:  # A23: after a prefix hit o
     assert [entry.token_id for entry in stepper.prompt_logprobs[0]] == PROMPT[17:]
 
 
-def test_many_prompt_logprobs_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_prompt_logprobs_are_computed_in_parts() -> None:
     def run(logits_bytes: int) -> tuple[list[list[TokenLogprob]], list[list[int]]]:
-        monkeypatch.setattr(torch_executor, "LOGITS_BYTES", logits_bytes)
         sequences = [
             make_sequence(str(i), PROMPT[i:], prompt_logprobs=2, temperature=0.8, seed=i, logprobs=1) for i in range(4)
         ]
-        stepper = Stepper(make_executor(), sequences, 40)
+        stepper = Stepper(make_executor(logits_bytes=logits_bytes), sequences, 40)
         outputs = stepper.generate(3, (20, 1000))
         return stepper.prompt_logprobs, outputs
 

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from llmsched.kernels.triton import ops
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
+from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -41,10 +42,10 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 44
+    assert len(differences) == 45
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
-    assert differences["write_kv"] == 0
+    assert differences["write_kv"] == differences["sample"] == 0
 
 
 def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
@@ -183,6 +184,16 @@ def test_layer_kernels_compile(name: str, arch: int, tmp_path: Path) -> None:
     kernel, constants, types = LAYER_KERNELS[name]
     types = {**dict.fromkeys(kernel.arg_names, "*bf16"), "eps": "fp32", "offset": "fp32", **types}
     assert resources(compile_ahead(kernel, arch, types, constants), tmp_path)["STACK"] == 0
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_sampling_compiles_without_spills(arch: int, dtype: str, tmp_path: Path) -> None:
+    types = {"outcomes": "*i64", "logits": f"*{dtype}", "parameters": "*fp64", "num_rows": "i32", "width": "i32"}
+    constants = {"SHIFT": 16 if dtype == "bf16" else 0, "BLOCK": ops.SAMPLING_BLOCK}
+    compiled = compile_ahead(sample_kernel, arch, types, constants, num_warps=ops.SAMPLING_WARPS)
+    used = resources(compiled, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
 
 
 class PretendedGpu:

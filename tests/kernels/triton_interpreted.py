@@ -1,12 +1,13 @@
 """Run by test_triton.py in a process of its own with TRITON_INTERPRET=1: the Triton kernels on the CPU.
 
 The variable must be set before triton is imported, and would spoil compilation in the tests' own process. Prints one
-JSON object: for each case the greatest difference from the reference. bfloat16 is left out: the interpreter's
-arithmetic for it is wrong.
+JSON object: for each case the greatest difference from the reference. Attention in bfloat16 is left out: the
+interpreter's arithmetic for it is wrong.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -91,6 +92,24 @@ def write_difference() -> float:
     return max(float((a.float() - b.float()).abs().max()) for a, b in zip(caches, expected, strict=True))
 
 
+def sampling_differences() -> int:
+    """Return how many rows get another token than by the reference."""
+    generator = torch.Generator().manual_seed(3)
+    temperature, top_k, top_p, min_p = (0.0, 0.7), (0, 5, 300), (1.0, 0.9), (0.0, 0.05)
+    settings = torch.tensor(list(itertools.product(temperature, top_k, top_p, min_p)), dtype=torch.float64).T
+    rows = settings.shape[1]
+    words = torch.randint(1 << 32, (2, rows), generator=generator)
+    parameters = torch.cat([settings, words.double()])
+    count = 0
+    for spread, width, dtype in ((3, 5000, torch.float32), (0.05, 700, torch.float16), (2, 4096, torch.bfloat16)):
+        logits = (torch.randn(rows, width, generator=generator) * spread).to(dtype)
+        logits[::3] = (logits[::3] * 4).round() / 4
+        logits[5], logits[6, 9], logits[10, 3] = float("-inf"), float("nan"), float("inf")
+        logits[17, :50], logits[18, ::2] = float("-inf"), -0.0
+        count += int((ops.sample(logits, parameters) != reference.sample(logits, parameters)).sum())
+    return count
+
+
 def mend_the_interpreter() -> None:
     """Triton 3.6 makes a loop's bound of an array with one element, which NumPy 2.4 no longer does by itself."""
     patch = interpreter._patch_lang_tensor
@@ -105,7 +124,7 @@ def mend_the_interpreter() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     mend_the_interpreter()
-    differences = {"write_kv": write_difference()}
+    differences = {"write_kv": write_difference(), "sample": sampling_differences()}
     for case in SHAPES:
         differences[f"{case}, float32"] = attention_difference(case, torch.float32)
         if case.name in SPLIT:
