@@ -17,7 +17,7 @@ _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 class Summary:
     """Statistics of samples, in the unit of the samples. Without samples, `count` is 0 and the other fields hold None.
 
-    Reports take their statistics and headings from these fields. To add a percentile, add a field such as `p90`.
+    Reports take their statistics and headings from these fields. To add a whole percentile, add a field such as `p90`.
     """
 
     count: int = 0

@@ -20,9 +20,6 @@ from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
 from llmsched.engine.text.tokenizer import check_unicode
 
-#: Default max_tokens of /v1/completions, or less if the context has less room after the prompt.
-DEFAULT_MAX_TOKENS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
@@ -52,7 +49,7 @@ class Preparer:
             extra["prompt_logprobs"] = request.logprobs
         for prompt in request.prompt:
             token_ids = self.token_ids(prompt, request.parse_special is not False)
-            sampling = self._sampling(request, len(token_ids), DEFAULT_MAX_TOKENS, extra)
+            sampling = self._sampling(request, len(token_ids), request.default_max_tokens, extra)
             self._check(token_ids, sampling)
             yield PreparedPrompt(token_ids, prompt if isinstance(prompt, str) else None, sampling)
 

@@ -182,6 +182,8 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"suffix": ""}
+    #: max_tokens of a request without this field; less if the context has less room after the prompt.
+    default_max_tokens: ClassVar[int] = 16
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     echo: bool | None = None

@@ -9,9 +9,12 @@ from dataclasses import dataclass, fields, replace
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
+from llmsched.engine.memory.planner import DEFAULT_TOKEN_BUDGET
 
 _DEFAULT = EngineConfig()
 
+#: Largest token budget tried, by kind of device; larger steps only take longer.
+LARGEST_BUDGET = {"cpu": 1024, "cuda": 8192}
 #: Headroom values tried if KV memory is scarce (shares of blocks that admission keeps free).
 HEADROOMS = (0.02, 0.05, 0.1, 0.2)
 #: KV memory counts as scarce if more than this share of the blocks outside the headroom was in use. It is below 1
@@ -67,12 +70,14 @@ def powers_of_two(low: int, high: int) -> list[int]:
     return sorted({low, *between, high})
 
 
-def largest_useful(concurrency: int, input_len: int) -> int:
-    """Return the first power of two that fits the prompts (`input_len` tokens) of all concurrent requests.
+def largest_budget(kind: str, concurrency: int, input_len: int) -> int:
+    """Return the largest token budget worth trying on a device of this kind, at least the default.
 
-    Steps with a larger token budget would never be full.
+    It is the first power of two that fits the prompts (`input_len` tokens) of all concurrent requests, because steps
+    with a larger budget would never be full, but at most LARGEST_BUDGET.
     """
-    return 1 << (concurrency * input_len - 1).bit_length()
+    useful = 1 << (concurrency * input_len - 1).bit_length()
+    return max(DEFAULT_TOKEN_BUDGET[kind], min(LARGEST_BUDGET[kind], useful))
 
 
 def distance(one: Setting, other: Setting) -> tuple[int, float]:

@@ -20,7 +20,7 @@ from llmsched.cli.profiles.apply import device_table, profile_settings
 from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
 from llmsched.cli.tune.knees import MEASURED_TOLERANCE, SIMULATED_TOLERANCE, KneeFinder, RateReport, scalable
 from llmsched.cli.tune.knob_search import SearchSpace
-from llmsched.cli.tune.knobs import KNOBS, Setting, largest_useful, powers_of_two
+from llmsched.cli.tune.knobs import KNOBS, Setting, largest_budget, powers_of_two
 from llmsched.cli.tune.race import OutOfTimeError, Race, rung_lengths
 from llmsched.cli.tune.rate_search import JudgedBy, RateSearch
 from llmsched.cli.tune.resume import ResumableRunner, state_path
@@ -43,8 +43,6 @@ from llmsched.profiles.tuned import latest_profile
 #: Numbers of full runs that a search needs: usually _FULL_RUNS, but _ALL_RUNS for a simulation without short runs.
 _FULL_RUNS, _ALL_RUNS = 10, 25
 
-#: Largest token budget tried by default, by kind of device; larger steps only take longer.
-_LARGEST = {"cpu": 1024, "cuda": 8192}
 #: Seconds that a simulated run at a request rate may last on its virtual clock. A measured one may last the time limit
 #: divided by the number of such runs that a search needs.
 _LONGEST_SIMULATED, _RUNS_AT_RATES = 30.0, 12
@@ -191,8 +189,7 @@ async def _open_largest(
         )
     load = task.load
     concurrency = load.num_requests if task.by_knee else load.max_concurrency or load.num_requests
-    useful = min(_LARGEST[kind], largest_useful(concurrency, load.longest_input))
-    tokens = max(task.smallest, DEFAULT_TOKEN_BUDGET[kind], useful)
+    tokens = max(task.smallest, largest_budget(kind, concurrency, load.longest_input))
     defaults = {"max_num_batched_tokens": tokens, "max_queue_size": max(_QUEUE, load.num_requests)}
     config, refused = task.options.config(task.model, defaults), dict[int, str]()
     while True:

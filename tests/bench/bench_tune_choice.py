@@ -136,7 +136,7 @@ async def served(config: EngineConfig, load: Load, slo: Slo) -> Measurement:
 
 
 def all_measured(time_limit: float) -> None:
-    load, slo = SyntheticLoad(num_prompts=32, input_len=128, output_len=32, max_concurrency=4), Slo(ttft=0.8)
+    load, slo = SyntheticLoad(num_prompts=32, input_len=128, output_len=32, max_concurrency=4), Slo(ttft=2.0)
     outcome = asyncio.run(tune_engine(task("demo", load, slo, time_limit, rounds=3), silent))
     print(f"MEASURED\n\n{conclusion(outcome)}\n")
     for note in (*outcome.notes, *outcome.warnings):

@@ -11,7 +11,7 @@ from llmsched.cli.tune.knobs import (
     Setting,
     describe,
     headroom_settings,
-    largest_useful,
+    largest_budget,
     parse_knobs,
     powers_of_two,
     seqs_settings,
@@ -54,9 +54,18 @@ def test_reversed_or_empty_bounds_are_refused(low: int, high: int) -> None:
         powers_of_two(low, high)
 
 
-@pytest.mark.parametrize(("concurrency", "input_len", "tokens"), [(4, 256, 1024), (1, 1, 1), (3, 100, 512)])
-def test_a_step_need_not_hold_more_than_all_prompts(concurrency: int, input_len: int, tokens: int) -> None:
-    assert largest_useful(concurrency, input_len) == tokens
+@pytest.mark.parametrize(
+    ("kind", "concurrency", "input_len", "tokens"),
+    [
+        ("cuda", 4, 1000, 4096),
+        ("cuda", 1, 1, 2048),
+        ("cuda", 64, 4096, 8192),
+        ("cpu", 3, 100, 512),
+        ("cpu", 64, 256, 1024),
+    ],
+)
+def test_the_largest_budget_holds_all_prompts(kind: str, concurrency: int, input_len: int, tokens: int) -> None:
+    assert largest_budget(kind, concurrency, input_len) == tokens
 
 
 @pytest.mark.parametrize(
