@@ -79,8 +79,8 @@ async def bench_compare(
     """Run the plan's load with the settings of each variant and compare the figures.
 
     The engines run in this process or, if `simulate` names a device, in a simulation of that device. `base` has the
-    settings that a variant omits, `given` those that flags set. Raises LlmschedError for invalid variants, and
-    ModelError or ConfigError if an engine cannot be built.
+    settings that a variant omits, and `given` has the settings that flags set. Raises LlmschedError for invalid
+    variants, and ModelError or ConfigError if an engine cannot be built.
     """
     assert modes.compare is not None
     variants = parse_variants(modes.compare)

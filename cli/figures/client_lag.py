@@ -39,8 +39,8 @@ BUSY = "because this machine was busy with other work"
 async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[LoopLag]]:
     """Measure the lag of the event loop while the block runs. Yield the list that receives the lags.
 
-    A timer is due every `interval` seconds. Each timer that is due while the loop is busy gives a lag of its own;
-    otherwise, long lags would count too little.
+    A timer is due every `interval` seconds. All timers that fall due while the loop is busy give one lag each, because
+    a single lag would make a long delay count as little as a short one.
     """
     lags: list[LoopLag] = []
     watch = asyncio.create_task(_watch(interval, lags))
@@ -90,7 +90,8 @@ class ClientLag:
 
     `send` is the time from when a request could be sent until the client sent it. `loop` is how late the timers of the
     client's event loop fired. `machine` is the part of `loop` during which the machine gave the client no CPU core.
-    `streaming` has only the loop lags after the first token. The last three are None if the loop was not watched.
+    `streaming` has only the loop lags since the first token of the run. `loop`, `machine` and `streaming` are None if
+    the loop was not watched.
     """
 
     send: Summary
@@ -116,7 +117,8 @@ def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
 def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> tuple[bool, str | None]:
     """Decide if the client was so late that the run is invalid. Return the decision and a warning for the user, if any.
 
-    A late send adds to TTFT. A loop lag adds to TTFT and to gaps between chunks.
+    A request that is sent late has a longer TTFT. A lag of the event loop lengthens TTFT and the gaps between chunks.
+    So each lag is compared with the latency that it lengthens.
     """
     counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
     per_chunk = sum(counts) / len(counts) if counts else 1.0

@@ -23,8 +23,8 @@ DEFINITIONS = {
 class TargetState(NamedTuple):
     """State of a target at `time` in seconds. A value that the target does not report is None.
 
-    Requests hold the share `kv_held` of all KV memory. `kv_empty` is the part of that share without KV in it. The
-    prefix cache alone holds the share `kv_cached`.
+    `kv_held`, `kv_empty` and `kv_cached` are shares of all KV memory. Requests hold `kv_held`, of which `kv_empty` has
+    no KV in it yet. Only the prefix cache holds `kv_cached`.
     """
 
     time: float
@@ -45,9 +45,9 @@ def target_state(time: float, running: int, waiting: int, use: KVUsage) -> Targe
 class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
-    `total` is the capacity of KV memory in tokens, and `peak` the most of it that requests held in a step. `held_steps`
-    counts the steps in which requests held KV memory. `shares` is the sum, over these steps, of the share of the held
-    memory that was empty.
+    `total` is the capacity of KV memory in tokens. `peak` is the largest number of these tokens that requests held
+    after a step. `held_steps` counts the steps after which requests held KV memory. `shares` is a sum over these steps:
+    the share of the held memory that was empty.
     """
 
     steps: int = 0
@@ -90,11 +90,11 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Memory usage of a target during a run, over the `steps` of an engine or the `samples` of a target's metrics.
+    """Memory usage of a target during a run, from all `steps` of an engine or from `samples` of the target's state.
 
-    Shares refer to all KV memory. `kv_waste` is the empty share of the KV memory held by requests, averaged over the
-    steps or samples in which requests held any. `mean_kv_share` is the share held, averaged over samples. `parts` is in
-    bytes.
+    Shares refer to all KV memory, except `kv_waste`: that is the empty share of the KV memory that requests held,
+    averaged over the steps or samples in which they held any. `mean_kv_share` is the share that requests held, averaged
+    over samples; `peak_kv_share` is the largest. `parts` is in bytes.
     """
 
     steps: int | None

@@ -35,8 +35,8 @@ class LatencySummary(Summary):
 class Latencies:
     """Latency distributions of the completed requests, in seconds.
 
-    `stalls` lists the requests with the longest stalls, each as its index and its worst stall. `Stall.at` is in seconds
-    after the start of the run.
+    `stalls` lists the requests with the longest stalls: the index of each request, and its worst stall. `Stall.at` is
+    in seconds after the start of the run.
     """
 
     ttft: LatencySummary

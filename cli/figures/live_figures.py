@@ -33,7 +33,7 @@ class LiveFigures:
         self._start = self._told = now()
 
     def watching(self, send: Send) -> Send:
-        """Wrap `send` in a function that also counts the requests in flight."""
+        """Return a function that calls `send` and keeps count of the requests in flight."""
 
         async def counted(request: PlannedRequest, record: RequestRecord) -> None:
             self._running += 1

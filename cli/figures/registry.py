@@ -66,7 +66,7 @@ class Figure:
         return value * 1e3 if self.unit == "ms" and value is not None else value
 
     def row(self, run: MeasuredRun) -> list[str] | None:
-        """Return the row of the table of totals: label and value. Return None if a figure without unit has no value."""
+        """Return the row of the table of totals: label and value. Return None if there is no value and no unit."""
         value = self.get(*run)
         return None if value is None and not self.unit else [self.label, format_value(value, self.unit)]
 
@@ -181,7 +181,7 @@ def _goodput(
 def _memory(
     name: str, unit: Unit, get: Callable[[kv_memory.MemoryUsage], Any], shown_in: Place, label: str = ""
 ) -> Figure:
-    """Return a figure of the target's memory. `label` is also the term that the figure defines."""
+    """Return a figure of the target's memory. A `label` is the figure's name in tables, and a term that it defines."""
     definition = _define(label) if label else {}
     return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition)
 

@@ -22,9 +22,9 @@ class Rates:
     """Rates per second. A rate is None if unknown.
 
     Steady-state rates are measured within `steady_window`, in seconds after the start of the run. If it is None or too
-    short, they are measured from the first token or completed request to the end of the run. `asked` is the mean rate
-    of the arrival process. `scheduled` is the rate of the schedule drawn from it (None for a closed loop). `achieved`
-    is the rate at which requests were sent (None if all were sent at once).
+    short, they are measured from the first token or completed request to the end of the run. `asked` is the mean
+    request rate that the load asks for. `scheduled` is the rate of the random times at which requests were due (None
+    for a closed loop), and `achieved` the rate at which requests were sent (None if all were sent at once).
     """
 
     output_tokens: float | None
@@ -60,9 +60,9 @@ def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> R
 def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
     """Return the start and end of the steady state, on the clock of the records; None if that state is too short.
 
-    The state starts one median E2E after the start of the run, when about as many requests end as are sent. It ends
-    with the first request that ends after the last request was sent. From then on, fewer requests are in flight. A
-    request that could not connect counts as sent, because the target failed to serve it.
+    The state starts one median E2E after the start of the run, because from then on about as many requests end as are
+    sent. The state ends with the first request that ends after the last request was sent, because from then on fewer
+    requests are in flight. A request that could not connect counts as sent, because the target failed to serve it.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]
@@ -76,10 +76,11 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
 
 
 def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
-    """Return the tokens, or the requests, per second from the first arrival in `window` to the end of `window`.
+    """Return the number of arrivals per second from the first arrival in `window` to the end of `window`.
 
-    If that interval is shorter than STEADY_SHARE of the run, or `window` is None, measure within `whole` instead.
-    Return None if the interval in `whole` is too short as well.
+    An arrival is that of tokens, or the end of a request. If the interval is shorter than STEADY_SHARE of the run, or
+    `window` is None, the rate is measured within `whole`, the whole run, instead. Returns None if the interval in
+    `whole` is too short as well.
     """
     for low, high in (whole,) if window is None else (window, whole):
         # 1e-9 allows for rounding of times that were summed in another order.

@@ -64,7 +64,7 @@ class BudgetAnalysis:
 
     @property
     def fits(self) -> bool | None:
-        """True if the plan meets the demand, False if not. None if weights that are not counted may change that."""
+        """True if the plan meets the demand, False if not, None if the size of the weights is too uncertain to tell."""
         if self.demand.shortfall(self.plan) is not None:
             return False
         return True if self.shape.weights.doubt is None else None
@@ -138,6 +138,6 @@ class BudgetAnalysis:
 
 
 def any_fits(analyses: Iterable[BudgetAnalysis]) -> bool | None:
-    """Return True if one of the plans fits, None if that is not known, False if none fits."""
+    """Return True if at least one plan fits, False if no plan fits, None if no plan surely fits but one might."""
     answers = [analysis.fits for analysis in analyses]
     return True if True in answers else None if None in answers else False

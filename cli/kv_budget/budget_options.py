@@ -173,7 +173,10 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. If it is unknown, raise a ConfigError for `field` that ends in `alternative`."""
+    """Return the GPU `name`. If it is unknown, raise a ConfigError for the setting `field`.
+
+    The message of the error ends in `alternative`, a hint at another flag.
+    """
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

@@ -24,7 +24,7 @@ _GIB = 1 << 30
 def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
     """Return the command that starts `engine` with the analysis's model, dtypes, lengths and memory.
 
-    Raises ConfigError if MODEL is a JSON file from which the model cannot be told (see `_model`).
+    Raises ConfigError if MODEL is a JSON file that does not say which model it describes (see `_model`).
     """
     model = _model(analysis)
     if model is None:
@@ -62,9 +62,9 @@ def with_vllm_defaults(config: EngineConfig, given: Mapping[str, Any], device: D
 def _model(analysis: BudgetAnalysis) -> str | None:
     """Return the model's directory, .gguf file or hub id; None if MODEL is a JSON file that names no model.
 
-    For a config.json with weights beside it, return its directory. For another JSON file, return the hub id in its
-    _name_or_path, or else in the file's name (ORGANISATION--NAME_config.json). Without either, return the directory of
-    a config.json.
+    If MODEL is a config.json beside weights, the result is their directory. For any other JSON file, it is the hub id
+    in the field _name_or_path, or else the hub id in the file's name (ORGANISATION--NAME_config.json). If both are
+    missing, the result for a file called config.json is the directory of the file.
     """
     spec, path = analysis.spec, Path(analysis.spec)
     if path.suffix != ".json":

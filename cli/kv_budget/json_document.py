@@ -126,7 +126,10 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
-    """Return how many requests of `analysis.lengths` fit, and how probably a step preempts one; None if not known."""
+    """Return how many requests of `analysis.lengths` fit, and the probability that a step preempts a request.
+
+    Returns None if the lengths are unknown, if the model does not fit, or if no request fits max_model_len.
+    """
     plan, lengths = analysis.plan, analysis.lengths
     if lengths is None or not plan.fits or (kept := lengths.within(plan.max_model_len)) is None:
         return None

@@ -59,7 +59,10 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return `factor` and the head dimension as text, or only "192 + 128" if keys and values have different ones."""
+    """Return the head dimension of a group of layers as text, with `factor` before it, such as "2 x 128".
+
+    If keys and values have different dimensions, return both without the factor, such as "192 + 128".
+    """
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 
@@ -148,7 +151,7 @@ def _kv_memory(analysis: BudgetAnalysis) -> str:
 
 
 def _show_lengths(lengths: dict[str, Any]) -> None:
-    """Print how many requests of mixed lengths fit, and the probability that a step preempts one."""
+    """Print how many requests of mixed lengths fit, and the probability that a step preempts a request."""
     render.say()
     mix = f"{lengths['requests']:,} requests, mean {lengths['mean']:,.0f} tokens, CV {lengths['cv']:.2f}"
     render.say(f"Lengths: {lengths['source']}, {mix}")

@@ -16,7 +16,7 @@ from llmsched.engine.progress import Progress
 
 
 class VariantRun(NamedTuple):
-    """Run of a variant. `record.meter` and `record.memory` are not None."""
+    """Record and setup of a variant's run. `record.meter` and `record.memory` are not None."""
 
     record: RunRecord
     experiment: Experiment
@@ -62,9 +62,10 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return `whole` (all rounds together) with steady-state and send rates replaced by their means over `rounds`.
+    """Return the figures `whole` of all rounds together, with some rates replaced by their means over `rounds`.
 
-    A rate that is None in any round becomes None.
+    These are the steady-state rates, and the scheduled and achieved rates of requests. In `whole`, the ramp-up and
+    ramp-down of each round would distort them. A rate that is None in any round becomes None.
     """
     if len(rounds) == 1:
         return whole

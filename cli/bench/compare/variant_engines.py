@@ -30,9 +30,9 @@ class VariantEngines:
     """Engines in this process, one per variant. Variants that need the same memory share weights and KV memory."""
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Set a missing `max_num_batched_tokens` in `configs` to the default of the config's device.
+        """Take the settings of each variant by name. A missing `max_num_batched_tokens` becomes the device's default.
 
-        Raises ConfigError if this machine lacks the device.
+        Raises ConfigError if this machine lacks the device of a variant.
         """
         from llmsched.engine.device import device_memory
         from llmsched.engine.memory.planner import token_budget
@@ -91,9 +91,10 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return settings that reserve enough memory for all variants that share the memory of `config`.
+        """Return the settings of the one engine whose memory all variants like `config` share.
 
-        Each of LIMITS has the largest value that it has in these variants.
+        Variants share memory if they differ only in settings that reserve none. The settings in LIMITS, such as
+        max_num_seqs, get the largest value of these variants, so that the memory suffices for each of them.
         """
         from llmsched.engine.build import RESERVING
 

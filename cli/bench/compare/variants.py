@@ -40,7 +40,7 @@ def parse_variants(text: str) -> list[Variant]:
 def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, EngineConfig]:
     """Return the engine configuration of each variant by name. `base` has the settings that a variant omits.
 
-    Raises ConfigError for settings that exclude each other, and LlmschedError for two equal variants.
+    Raises ConfigError for settings that exclude each other, and LlmschedError for two variants with equal settings.
     """
     configs: dict[str, EngineConfig] = {}
     for variant in variants:
@@ -53,7 +53,7 @@ def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, Engi
 
 
 def check_given(variants: Sequence[Variant], given: Mapping[str, Any]) -> None:
-    """Raise LlmschedError if a setting given by a flag has no effect, because every variant overrides it."""
+    """Raise LlmschedError if a setting in `given`, set by a flag, has no effect because every variant sets it too."""
     for name in given:
         if all(name in variant.knobs for variant in variants):
             flag = "--" + name.replace("_", "-")

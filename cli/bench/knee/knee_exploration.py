@@ -1,4 +1,4 @@
-"""Knee search on a target. It measures the idle target, a burst of all requests, and one rate after another."""
+"""Knee search on a target, which measures the target when it is idle, under a burst, and at one rate after another."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits of a search (see `KneeGoal`). `highest` is the highest rate to try, in requests per second.
+    """Limits of a search; see `KneeGoal` for `attainment` and `tolerance`.
 
-    If `highest` is None, the limit is a multiple of the target's throughput.
+    `highest` is the highest rate to try, in requests per second. If it is None, the highest rate is a multiple of the
+    target's throughput.
     """
 
     highest: float | None
@@ -50,9 +51,10 @@ class KneeLimits:
 
 @dataclass(frozen=True, slots=True)
 class RateAttempt:
-    """Attempt at a rate in requests per second: the share of requests that met every SLO, and the JSON report.
+    """Attempt at one request rate, in requests per second.
 
-    `run` is None if its figures were dropped to save memory.
+    `attainment` is the share of requests that met every SLO, `report` the JSON report. `run` has the figures, which
+    hold every token; it is None if they were dropped to save memory.
     """
 
     rate: float
@@ -65,8 +67,8 @@ class RateAttempt:
 class Exploration:
     """Result of a knee search.
 
-    `idle` is the JSON report of the idle target, `burst` that of all requests sent at once. Each is None if the search
-    did not need it.
+    `idle` is the JSON report on the idle target, `burst` the JSON report on a burst of all requests. Each is None if
+    the search did not need it.
     """
 
     goal: KneeGoal
@@ -78,10 +80,7 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """First attempt at the knee's rate whose `run` was kept; if none was kept, the first attempt at this rate.
-
-        None if there is no knee.
-        """
+        """Attempt at the knee's rate, if possible one whose `run` was kept; None if there is no knee."""
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
         return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 
@@ -152,9 +151,10 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search.
+    """Return the goal of the search, with the lowest and the highest rate to try.
 
-    Rates that no flag sets are multiples of the throughput of `burst`. The lowest also follows from the E2E of `idle`.
+    If no flag sets these rates, the search starts at a multiple of the throughput of `burst`, and a larger multiple is
+    the highest rate. The lowest rate is the one at which the target is almost idle, given the mean E2E of `idle`.
     """
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:

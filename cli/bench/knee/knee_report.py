@@ -141,7 +141,7 @@ def _table(document: dict[str, Any]) -> Table:
 
 
 def _limit(milliseconds: float) -> str:
-    """Return a limit with four digits, or with all digits before the decimal point if these are more."""
+    """Return a limit in milliseconds as text, rounded to four digits or, from 1000 on, to a whole number."""
     return f"{milliseconds:.0f}" if milliseconds >= 1000 else f"{milliseconds:.4g}"
 
 
@@ -150,7 +150,10 @@ def _or_na(value: float | None, form: str) -> str:
 
 
 def sustained(figures: dict[str, Any]) -> bool | None:
-    """Return True if a target kept up with the rate sent in steady state; None if the run was too short to tell."""
+    """Return True if the target completed requests about as fast as they were sent, False if not.
+
+    `figures` is the JSON report of a run. Returns None if the run was too short to tell.
+    """
     served, sent = figures["requests_per_s_steady"], figures["achieved_rate"]
     return None if served is None or not sent else served >= _KEEPS_UP * sent
 

@@ -22,11 +22,12 @@ ATTAINMENT, TOLERANCE = 0.9, 0.1
 class KneeGoal:
     """Goal and range of a knee search. Rates are in requests per second.
 
-    A rate counts as met if at least the share `attainment` of its requests meets every SLO. The search starts at
-    `start` (default: `low`). Until one rate is met and another is missed, each met rate is multiplied by `factor` to
-    get the next one, and each missed rate is divided by it. The search ends when the lowest missed rate is at most
-    `tolerance` (a share) above the highest met rate. With `repeat`, these two rates are then tried once more. Raises
-    LlmschedError, which names the flag and its range, for a value out of range.
+    A rate meets the goal if at least the share `attainment` of its requests meets every SLO; otherwise it misses the
+    goal. The search starts at `start` (default: `low`). It multiplies the rate by `factor` after each attempt that
+    meets the goal, and divides the rate by `factor` after each attempt that misses it, until it has seen both. The
+    search ends when the lowest rate that misses the goal is at most `tolerance` (a share) above the highest that meets
+    it. With `repeat`, these two rates are then tried once more. Raises LlmschedError, which names the flag and its
+    range, for a value out of range.
     """
 
     low: float
@@ -117,7 +118,7 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
     """Return two rates: the highest one that met the goal, and the lowest one that missed it.
 
-    If a rate met the goal although a lower one missed it, it does not count. Each is None if there is no such rate.
+    A rate that met the goal does not count if a lower rate missed it. Each of the two is None if there is no such rate.
     """
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:

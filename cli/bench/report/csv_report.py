@@ -13,7 +13,11 @@ from llmsched.engine.errors import LlmschedError
 
 
 def csv_columns() -> list[str]:
-    """Return the column names: paths of values in the JSON report, then figures whose cells hold JSON."""
+    """Return the column names of the CSV file.
+
+    Most columns hold a number and are named after its path in the JSON report, such as ttft_ms.p50. The last columns
+    hold a JSON object each and are named after the figure.
+    """
     return [
         *(".".join(path) for _, path in paths_in(Place.CSV)),
         *(figure.name for figure in figures_in(Place.CSV_OBJECT)),
@@ -21,7 +25,10 @@ def csv_columns() -> list[str]:
 
 
 def check_csv(path: Path) -> None:
-    """Raise LlmschedError if `path` exists but is not a regular file, cannot be read, or has other columns."""
+    """Raise LlmschedError if rows cannot be appended to the file `path`, which need not exist.
+
+    They cannot be appended if `path` is not a regular file, cannot be read, or has other columns than `csv_columns`.
+    """
     if path.exists() and not path.is_file():
         raise LlmschedError(f"--csv {path}: is not a regular file; name a file that rows can be appended to")
     try:
@@ -38,7 +45,7 @@ def check_csv(path: Path) -> None:
 def append_csv(path: Path, reports: Sequence[Mapping[str, Any]]) -> None:
     """Append a row for each JSON report. Write the header first if the file is new. Null becomes an empty cell.
 
-    Raises LlmschedError if `check_csv` does, and OSError if the file cannot be written.
+    Raises LlmschedError if `check_csv` rejects the file, and OSError if the file cannot be written.
     """
     check_csv(path)
     with path.open("a", encoding="utf-8", newline="") as file:

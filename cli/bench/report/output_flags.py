@@ -52,9 +52,10 @@ class OutputFlags:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
     def check(self, modes: ModeFlags, read: Path | None) -> None:
-        """Raise LlmschedError if a file cannot be written, is named by two flags, or is not an output of the mode.
+        """Raise LlmschedError if an output file cannot be written, or if flags contradict each other.
 
-        `read` is the file that the load is read from. It must not be written.
+        Two flags must not name the same file, and no flag may name `read`, the file that the load is read from. Some
+        modes of `bench` do not write every kind of file.
         """
         if self.save_detailed is not None and not modes.one_run:
             raise LlmschedError(
@@ -90,6 +91,6 @@ class OutputFlags:
                     path.write_text(json.dumps(result.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def _files(self) -> dict[str, Path]:
-        """Return the paths of the files to write, by flag name without dashes."""
+        """Return the path of each output file under the name of its flag, without dashes."""
         files = {"save": self.save, "csv": self.csv, "save-detailed": self.save_detailed, "report": self.report}
         return {flag: path for flag, path in files.items() if path is not None}

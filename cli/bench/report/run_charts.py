@@ -23,7 +23,10 @@ _INTERVALS, _TOKENS_PER_INTERVAL = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """Return a chart of each request's TTFT, TPOT, worst stall or failure, placed at the time the request was due."""
+    """Return a chart of each request's TTFT, TPOT and worst stall, or of the time until the request failed.
+
+    The horizontal axis is the time at which the request was due.
+    """
     placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [
@@ -109,8 +112,8 @@ def queue_over_time(samples: Sequence[TargetState]) -> Chart:
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
     """Return a chart of the memory in use in GiB or, if `memory` is unknown, of KV memory in percent.
 
-    If more than half of the memory was in use, a line marks its size. With less in use, the chart would be mostly empty
-    below the line.
+    If more than half of the memory was in use, a line marks the size of the whole memory. Otherwise there is no line,
+    because most of the chart would be empty space below it.
     """
     unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
     held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]

@@ -37,7 +37,8 @@ class Script:
     """Script of an answer: its parts, and how the answer ends.
 
     The ending "done" sends usage and [DONE], "cut" closes the connection early, "error" sends an error event, and
-    "refused" an HTTP 500 instead of the parts. With `role_first`, chunks without tokens carry the assistant role.
+    "refused" sends an HTTP 500 instead of the parts. With `role_first`, a part without tokens is sent as a chunk that
+    has the assistant role and no text.
     """
 
     parts: tuple[ScriptPart, ...]
@@ -100,7 +101,10 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers POST /NAME/v1/... with SCRIPTS[NAME] in turn. GET /NAME/log returns and clears NAME's log."""
+    """Server that answers POST /NAME/v1/... by one script of SCRIPTS[NAME] after another, over and over.
+
+    GET /NAME/log returns the log of these answers and clears it.
+    """
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)

@@ -47,7 +47,7 @@ Verdict = Literal["right", "disturbed", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Load for one script of the scripted server. `what` describes the probe to the user."""
+    """Load for the scripts of the scripted server called `name`. `what` describes the probe to the user."""
 
     name: str
     what: str
@@ -60,9 +60,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class FigureCheck:
-    """Check of one figure, in ms or per second. `script` and `server` are its values by the script and by the log.
+    """Check of one figure. Times are in ms, rates per second.
 
-    An error that exceeds `allowed` by at most `excuse` may be due to other work on the machine.
+    `measured` is the value that `bench` computed, `server` the value by the server's log, and `script` the value that a
+    server on time would give. The error is `measured` - `server`. It is right up to `allowed`. If it exceeds `allowed`
+    by at most `excuse`, other work on the machine may be the cause.
     """
 
     probe: str
@@ -130,9 +132,10 @@ _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_le
 
 
 async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[FigureCheck], float]]]) -> ProbeOutcome:
-    """Run a probe, at most three times: again if a figure is not right and the longest delay is above TYPICAL_S.
+    """Run a probe, and repeat it at most twice while a figure is not right and the machine seems busy.
 
-    `attempt` runs the probe once and returns the checks and the longest delay in seconds.
+    `attempt` runs the probe once. It returns the checks, and the longest delay of client or server in seconds. A delay
+    above TYPICAL_S means that the machine is busy.
     """
     tries = 1
     while True:
@@ -268,7 +271,8 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
     """Return the checks of a probe, which compare measured figures with those from the server's log.
 
-    If the longest delay, `held_up` seconds, is above TYPICAL_S, the `excuse` of each time is twice this delay.
+    `held_up` is the longest delay of client or server in seconds. If it is above TYPICAL_S, each time may be wrong by
+    twice this delay without being called wrong (see `FigureCheck.excuse`).
     """
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
@@ -301,10 +305,10 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
-    """Compute figures from a log of answers to requests. `due` is the mean time at which the requests were due.
+    """Compute figures from a log, which has the arrival of each request, and the time and tokens of each write.
 
-    Each answer is taken as due at this mean time. This does not change the means of TTFT and E2E, so answers need not
-    be matched with requests.
+    All answers are measured from `due`, the mean time at which the requests were due. This gives the same mean TTFT and
+    E2E as the due time of each request would, and no answer has to be matched with its request.
     """
     arrivals = [[Arrival(at, tokens) for at, tokens in written] for _, written in log]
     requests = [latency for one in arrivals if (latency := request_latency(due, one)) is not None]
