@@ -280,6 +280,11 @@ def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos.float()[:, None] + turned * sin.float()[:, None]).to(vectors.dtype)
 
 
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `rows` [T, N] x `weight` [M, N] transposed, plus `bias` [M] if there is one, [T, M]."""
+    return F.linear(rows, weight, bias)
+
+
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) x up, [T, N]. A row of `gate_up` [T, 2 N] has the gate's N numbers, then those of up."""
     gate, up = gate_up.float().chunk(2, dim=1)

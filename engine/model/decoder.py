@@ -8,11 +8,10 @@ one, the model's parameters become views of the joined matrix, so that the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,7 +27,12 @@ TRIAL_TOKENS = 16
 #: Rounding alone gives 0.16 for SmolLM2-135M in bfloat16 (the tokens are random); a forgotten factor gives about 1.
 TRIAL_TOLERANCE, TRIAL_TOLERANCE_16 = 1e-3, 0.5
 
-Product = Callable[[Tensor], Tensor]
+
+class Product(NamedTuple):
+    """Matrix and bias of one or several projections, as arguments of `linear`."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class Layer(NamedTuple):
@@ -101,6 +105,7 @@ class FusedDecoder:
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
         """Compute logits; see `PagedModel.forward`."""
         kernels, rule, activation = self._kernels, self._norm_options, self._parts.activation
+        linear = kernels.linear
         lengths = (context.cu_seqlens_q, context.context_lens)
         slots, block_tables = context.slot_mapping.unbind(0), context.block_tables.unbind(0)
         works = {window: kernels.prepare_attention(*lengths, window) for window in self._windows}
@@ -112,17 +117,17 @@ class FusedDecoder:
             shape, scale, softcap, _ = layer.call
             cos, sin = tables[layer.rotary]
             query = kernels.rotate_and_write(
-                layer.project(normed), cos, sin, keys, values, slots[group], **layer.head_norms
+                linear(normed, *layer.project), cos, sin, keys, values, slots[group], **layer.head_norms
             )
             attended = kernels.paged_attention(
                 query, keys, values, block_tables[group], *lengths,
                 scale=scale, window=shape.window, softcap=softcap, work=works[shape.window],
             )  # fmt: skip
-            branch = layer.output(attended.flatten(1))
+            branch = linear(attended.flatten(1), *layer.output)
             normed = kernels.add_norm(residual, branch, layer.middle_norm, branch_weight=layer.attention_norm, **rule)
-            branch = layer.down(kernels.gated(layer.gate_up(normed), activation))
+            branch = linear(kernels.gated(linear(normed, *layer.gate_up), activation), *layer.down)
             normed = kernels.add_norm(residual, branch, layer.next_norm, branch_weight=layer.mlp_norm, **rule)
-        logits = self._head(normed if logit_rows is None else normed[logit_rows])
+        logits: Tensor = linear(normed if logit_rows is None else normed[logit_rows], *self._head)
         softcap = self._parts.softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
@@ -173,7 +178,7 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
 
 
 def product(linears: Sequence[nn.Linear]) -> Product:
-    """Return a function that computes all of these projections in one product.
+    """Return the product that computes all of these projections.
 
     Their parameters become views of joined tensors. Raises UnknownStructureError if only some have a bias.
     """
@@ -181,7 +186,7 @@ def product(linears: Sequence[nn.Linear]) -> Product:
     if biases and len(biases) < len(linears):
         raise UnknownStructureError("only some of the projections have a bias")
     weight, bias = joined([linear.weight for linear in linears]), joined(biases) if biases else None
-    return lambda rows: F.linear(rows, weight, bias)
+    return Product(weight, bias)
 
 
 def joined(parameters: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from llmsched.kernels.cpu import layer, sampling
 from llmsched.kernels.cpu.compiled import ELEMENTS, jit
 from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, RowList, attend_rows, list_rows
 from llmsched.kernels.cpu.prefill_attention import attend_chunk
+from llmsched.kernels.cpu.products import linear as linear
 from llmsched.kernels.reference import Activation, AttentionOptions
 
 #: Types of activations that the kernels write; ops on others use the reference.

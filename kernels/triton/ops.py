@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from llmsched.kernels.reference import Activation, AttentionOptions
+from llmsched.kernels.reference import linear as linear
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.sampling import sample_kernel

@@ -18,7 +18,6 @@ from llmsched.engine.kv import manager
 from llmsched.engine.kv.prefix_cache import PrefixCache
 from llmsched.engine.kv.prefix_tree import NO_HIT
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.model import paged
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.parity import verification as run
 from llmsched.engine.parity.cases import make_prompts
@@ -32,6 +31,7 @@ from llmsched.engine.parity.logit_comparison import (
 )
 from llmsched.engine.parity.verification import LoadedModel, check_parity
 from llmsched.engine.scheduler.scheduler import Scheduler
+from llmsched.kernels.cpu import ops
 
 CHECKS = (
     "alone",
@@ -143,21 +143,24 @@ Patch = pytest.MonkeyPatch
 
 def attention(**changes: Callable[[Any], Any]) -> Callable[[Patch], None]:
     """Return attention with one keyword changed."""
-    right = paged.paged_attention
+    right = ops.paged_attention
 
     def wrong(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
         return right(*tensors, **keywords | {name: change(keywords[name]) for name, change in changes.items()})
 
-    return lambda patch: patch.setattr(paged, "paged_attention", wrong)
+    return lambda patch: patch.setattr(ops, "paged_attention", wrong)
 
 
 def last_slot_not_written(patch: Patch) -> None:
-    right = paged.write_kv
+    def without_last(right: Any) -> Any:
+        def wrong(*tensors: torch.Tensor, **options: Any) -> Any:
+            *others, slots = tensors
+            return right(*others, torch.where(slots % 16 == 15, -1, slots), **options)
 
-    def wrong(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: torch.Tensor) -> None:
-        right(key, value, key_cache, value_cache, torch.where(slots % 16 == 15, -1, slots))
+        return wrong
 
-    patch.setattr(paged, "write_kv", wrong)
+    for name in ("write_kv", "rotate_and_write"):
+        patch.setattr(ops, name, without_last(getattr(ops, name)))
 
 
 def positions_restart_in_each_chunk(patch: Patch) -> None:

@@ -213,7 +213,7 @@ def poisoned(tokens: set[int]) -> TorchExecutor:
     """Set the embeddings of these tokens to NaN, so that sequences with one have NaN logits."""
     executor = make_executor(tie_word_embeddings=False)
     with torch.no_grad():
-        executor._model._model.get_input_embeddings().weight[sorted(tokens)] = float("nan")
+        executor._model._parts.embed.weight[sorted(tokens)] = float("nan")
     return executor
 
 

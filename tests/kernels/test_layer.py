@@ -79,6 +79,17 @@ def test_bfloat16_is_rounded_to_the_nearest_and_nan_stays() -> None:
     torch.testing.assert_close(residual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 5), (7, 70), (130, 576)])
+def test_product_of_one_row(shape: tuple[int, int], with_bias: bool) -> None:
+    weight, row = normal(*shape, dtype=BFLOAT16), normal(1, shape[1], seed=1, dtype=BFLOAT16)
+    bias = normal(shape[0], seed=2, dtype=BFLOAT16) if with_bias else None
+    expected = reference.linear(row.float(), weight.float(), None if bias is None else bias.float())
+    found = ops.linear(row, weight, bias)
+    assert found.dtype == BFLOAT16
+    torch.testing.assert_close(found.float(), expected, rtol=torch.finfo(BFLOAT16).eps, atol=1e-4)
+
+
 def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
     rows, weight = normal(300, 70, dtype=BFLOAT16), normal(70, seed=1, dtype=BFLOAT16)
     together = ops.add_norm(rows.clone(), None, weight, eps=1e-5)
