@@ -37,7 +37,7 @@ _MOST_BARS = 3
 _PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 #: Indentation and label at the start of a line, such as "KV memory  ". Further lines begin below the text after it.
-_LABEL = re.compile(r" *(?:\S+(?: \S+)?? {2,})?")
+_LABEL = re.compile(r" *(?:\S{2,}(?: \S+)?? {2,})?")
 
 
 def stdout() -> Console:

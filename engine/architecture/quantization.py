@@ -46,31 +46,37 @@ Bits = float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
-    """Format of a quantised checkpoint.
+class Scheme:
+    """Bits per weight, scales and zero points included, of the modules that match `pattern` (None: of all modules).
 
-    `linear_bits` is the number of bits per weight in dense matrices, `expert_bits` in routed experts, both including
-    scales and zero points; None means not quantised. `overrides` are patterns of module names and the bits of these
-    modules; the first match counts. `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has
-    scales for an fp8 KV cache; fp8 weights alone do not imply such scales. `kv_doubt` says why the type of KV is
-    unclear; None if it is clear.
+    If `experts` is True, only routed experts have these bits. `fp8` is True if activations have 8 bits too.
+    """
+
+    bits: Bits
+    fp8: bool = False
+    pattern: re.Pattern[str] | None = None
+    experts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Format of a quantised checkpoint. Of the `schemes` that apply to a module, the first one counts.
+
+    `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache; fp8
+    weights alone do not imply such scales. `kv_doubt` says why the type of KV is unclear; None if it is clear.
     """
 
     method: str
-    linear_bits: Bits = None
-    expert_bits: Bits = None
+    schemes: tuple[Scheme, ...] = ()
     arithmetic: Arithmetic = "bf16"
     fp8_kv: bool = False
-    overrides: tuple[tuple[re.Pattern[str], Bits], ...] = ()
     known: bool = False
     kv_doubt: str | None = None
 
     def bits(self, module: str, *, expert: bool = False) -> Bits:
         """Return the bits per weight in the matrix of this module, such as "model.layers.0.mlp.up_proj"."""
-        for pattern, bits in self.overrides:
-            if pattern.search(module):
-                return bits
-        return self.expert_bits if expert else self.linear_bits
+        schemes = (scheme for scheme in self.schemes if expert or not scheme.experts)
+        return next((one.bits for one in schemes if one.pattern is None or one.pattern.search(module)), None)
 
 
 def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
@@ -111,33 +117,27 @@ def quantization_of(fields: Fields) -> Quantization | None:
     method = method_of(settings)
     try:
         schemes = [*_schemes(method, settings)]
-        overrides: list[tuple[re.Pattern[str], Bits]] = [(_module_pattern(name), None) for name in _ignored(settings)]
     except (AttributeError, TypeError, ValueError) as problem:
         raise ModelError(f"quantization_config is not in the form of {method} ({problem})") from problem
-    first = next((scheme for scheme in schemes if scheme.pattern is None), None)
-    linear = expert = None if first is None else first.bits
-    if method == "mxfp4":  # only experts are quantised
-        linear = None
-    if (dtype := fields.get("expert_dtype") or settings.get("expert_dtype")) is not None:
-        expert = _bits_named(str(dtype))
-    overrides += [(scheme.pattern, scheme.bits) for scheme in schemes if scheme.pattern is not None]
+    experts = fields.get("expert_dtype") or settings.get("expert_dtype")
+    of_experts = [] if experts is None else [Scheme(_bits_named(str(experts)), experts=True)]
+    by_name = [scheme for scheme in schemes if scheme.pattern is not None]
+    of_all = [scheme for scheme in schemes if scheme.pattern is None][:1]
     stated = {name: value for name, value in settings.items() if "kv" in name}
     fp8_kv, kv = _fp8_kv(stated, method), ", ".join(f"{name} {value!r}" for name, value in stated.items())
     unclear = f"{kv} is not understood" if kv else "the quantisation does not say how KV is stored"
-    fp8 = first is not None and first.fp8
+    fp8 = any(scheme.fp8 for scheme in of_all)
     return Quantization(
-        method=scheme_of(settings),
-        linear_bits=linear,
-        expert_bits=expert,
+        method=format_name(settings),
+        schemes=(*by_name, *of_experts, *of_all),
         arithmetic="bf16" if not fp8 else "fp8_block" if settings.get("weight_block_size") else "fp8",
         fp8_kv=bool(fp8_kv),
-        overrides=tuple(overrides),
         known=any(scheme.bits for scheme in schemes),
         kv_doubt=f"{unclear}; KV is counted in the type of the model" if fp8_kv is None else None,
     )
 
 
-def scheme_of(settings: Mapping[str, Any]) -> str:
+def format_name(settings: Mapping[str, Any]) -> str:
     """Return the name of a quantisation in words, such as "awq" or "modelopt NVFP4"."""
     return f"{method_of(settings)} {settings.get('quant_algo') or ''}".strip()
 
@@ -168,7 +168,7 @@ def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if name not in QUANTIZATIONS:
         raise ConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, got {name!r}")
     if settings := settings_of(config):
-        method = scheme_of(settings)
+        method = format_name(settings)
         raise ConfigError("quantization", f"{name} cannot be applied: the checkpoint is already quantised ({method})")
     return {**config, "quantization_config": dict(QUANTIZATIONS[name])}
 
@@ -196,32 +196,24 @@ def _fp8_kv(stated: Mapping[str, Any], method: str) -> bool | None:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Scheme:
-    """Bits per weight of the modules that match `pattern` (None: all others). `fp8`: activations have 8 bits too."""
-
-    bits: Bits
-    fp8: bool = False
-    pattern: re.Pattern[str] | None = None
-
-
-def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[_Scheme]:
-    """Yield the schemes that the settings of a quant_method describe; none if the method is unknown."""
+def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
+    """Yield the schemes in a quantization_config: of modules that are not quantised, then those of its quant_method."""
     get = settings.get
+    yield from (Scheme(None, pattern=_module_pattern(name)) for name in _ignored(settings))
     match method:
-        case "mxfp4":  # one 8-bit exponent per 32 weights
-            yield _Scheme(4.25)
+        case "mxfp4":  # only experts, with one 8-bit exponent per 32 weights
+            yield Scheme(4.25, experts=True)
         case "fp8" | "fbgemm-fp8":  # one float32 scale per block, if there are blocks
             rows, columns = get("weight_block_size") or (0, 0)
-            yield _Scheme(8 + (32 / (rows * columns) if rows else 0), fp8=True)
+            yield Scheme(8 + (32 / (rows * columns) if rows else 0), fp8=True)
         case "bitsandbytes":  # 8 bits; or 4 bits and a maximum (32 or 8 bits) per 64 weights
-            yield _Scheme(8 if get("load_in_8bit") else 4 + (8 / 64 if get("bnb_4bit_use_double_quant") else 32 / 64))
+            yield Scheme(8 if get("load_in_8bit") else 4 + (8 / 64 if get("bnb_4bit_use_double_quant") else 32 / 64))
         case "awq" | "gptq":
             bits, size = get("bits"), get("group_size")
-            yield _Scheme(_grouped_bits(bits, size, zero_point=True))
+            yield Scheme(_grouped_bits(bits, size, zero_point=True))
             for name, own in (get("dynamic") or {}).items():
                 changed = _grouped_bits(own.get("bits", bits), own.get("group_size", size), zero_point=True)
-                yield _Scheme(None if name.startswith("-") else changed, pattern=_compiled(re.sub("^[-+]:", "", name)))
+                yield Scheme(None if name.startswith("-") else changed, pattern=_compiled(re.sub("^[-+]:", "", name)))
         case "modelopt":  # a scheme for each of the quantized_layers or, without these, one for all modules
             layers = get("quantized_layers") or {}
             for name, own in layers.items():
@@ -235,15 +227,15 @@ def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[_Scheme]:
                 bits = _grouped_bits(number, size, not weights.get("symmetric", True), scale_bits)
                 for target in group.get("targets") or ["Linear"]:
                     pattern = None if target == "Linear" else _module_pattern(target)
-                    yield _Scheme(bits, activations.get("num_bits") == 8, pattern)
+                    yield Scheme(bits, activations.get("num_bits") == 8, pattern)
 
 
-def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) -> _Scheme:
+def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) -> Scheme:
     """Return the scheme of a quant_algo of NVIDIA ModelOpt."""
     algorithm = str(name).upper()
     if re.search("W4A16|W4A8_AWQ|INT4", algorithm):
-        return _Scheme(_grouped_bits(4, group or 128, zero_point=False), pattern=pattern)
-    return _Scheme(_bits_named(algorithm), fp8="FP4" not in algorithm and "FP8" in algorithm, pattern=pattern)
+        return Scheme(_grouped_bits(4, group or 128, zero_point=False), pattern=pattern)
+    return Scheme(_bits_named(algorithm), fp8="FP4" not in algorithm and "FP8" in algorithm, pattern=pattern)
 
 
 def _bits_named(name: str) -> Bits:

@@ -93,17 +93,14 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
     if missing := sorted(_DECISIVE & fields.unstated):
         doubts.append(f"the config does not state {', '.join(missing)}")
     doubt = "; ".join((*doubts, _REMEDY)) if doubts else None
+    sizes = stored_bytes(modules, quantization, dtype_bytes)
     if quantization is not None:
-        sizes, total = stored_bytes(modules, quantization, dtype_bytes), add_up(modules.values())
+        total = add_up(modules.values())
         parts = (("matrices", sizes.linear, total.linear), ("experts", sizes.experts, total.experts))
-        counted = ", ".join(f"{8 * size / count:.3g} bits in {name}" for name, size, count in parts if count)
-        counted = f"weights count as {counted}"
-        if not quantization.known:
-            counted = f"weights count {dtype_bytes} bytes each"
-        note = f"the checkpoint is quantised ({quantization.method}); without its files {counted}"
-        return Weights(sizes.total, "config", exact=False, notes=(*notes, note), doubt=doubt)
-    total = add_up(modules.values())
-    return Weights(total.total * dtype_bytes, "config", exact=not notes, notes=notes, doubt=doubt)
+        bits = ", ".join(f"{8 * size / count:.3g} bits in {name}" for name, size, count in parts if count)
+        counted = f"count as {bits}" if quantization.known else f"count {dtype_bytes} bytes each"
+        notes += (f"the checkpoint is quantised ({quantization.method}); without its files weights {counted}",)
+    return Weights(sizes.total, "config", exact=not notes, notes=notes, doubt=doubt)
 
 
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:

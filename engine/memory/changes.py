@@ -287,18 +287,13 @@ def config_for_demand(
 
     Settings that the user chose (`given`) are not changed. Raises ConfigError if one of them is below the demand.
     """
-    if context is not None:
-        if (limit := config.max_model_len) is not None and context > limit:
-            raise ConfigError(
-                "context", f"{context} tokens exceed {setting('max_model_len')} {limit}; raise it or leave it out"
-            )
-        if config.max_model_len is None:
-            config = replace(config, max_model_len=context)
-    if users is not None:
-        if "max_num_seqs" not in given:
-            return replace(config, max_num_seqs=users)
-        if users > config.max_num_seqs:
-            raise ConfigError(
-                "users", f"{users} exceed {setting('max_num_seqs')} {config.max_num_seqs}; raise it or leave it out"
-            )
+    demands: tuple[tuple[str, str, Any, bool, str], ...] = (
+        ("max_model_len", "context", context, config.max_model_len is not None, " tokens"),
+        ("max_num_seqs", "users", users, "max_num_seqs" in given, ""),
+    )
+    for name, field_name, wanted, is_chosen, unit in demands:
+        if wanted is not None and not is_chosen:
+            config = replace(config, **{name: wanted})
+        elif wanted is not None and wanted > (limit := getattr(config, name)):
+            raise ConfigError(field_name, f"{wanted}{unit} exceed {setting(name)} {limit}; raise it or leave it out")
     return config

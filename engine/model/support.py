@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import ConfigCache, nested_text, transformers_config
-from llmsched.engine.architecture.quantization import scheme_of, settings_of
+from llmsched.engine.architecture.quantization import format_name, settings_of
 from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _check_quantisation(config: PretrainedConfig) -> str | None:
     if not settings:
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()
-    scheme = scheme_of(settings)
+    scheme = format_name(settings)
     return f"its weights are quantised ({scheme}); supported: float32, bfloat16 or float16 weights, and GGUF files"
 
 

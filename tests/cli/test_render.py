@@ -234,6 +234,12 @@ def test_a_label_stands_beside_the_first_line_of_its_text(terminal: Terminal) ->
     assert written().splitlines()[1:] == lines
 
 
+def test_the_legend_of_a_chart_wraps_below_its_beginning(terminal: Terminal) -> None:
+    written = terminal(30)
+    render.say("     o TTFT  + TPOT  x worst stall   (ms over s)")
+    assert written().splitlines() == ["     o TTFT  + TPOT  x worst", "     stall   (ms over s)"]
+
+
 def test_text_to_copy_is_not_wrapped(terminal: Terminal) -> None:
     written = terminal(20)
     render.say("llmsched chat --url http://127.0.0.1:8001", wrap=False)
