@@ -32,7 +32,8 @@ _LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "stats", "bu
 def __getattr__(name: str) -> Any:
     """Import the object `name` and return it. Raises AttributeError for an unknown name.
 
-    Python calls this function when a program uses a name in _LAZY. So programs that only plan do not import the engine.
+    Python calls this function for a name in _LAZY, which is imported only when a program uses it. So programs that only
+    plan memory do not import the engine.
     """
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,8 +76,8 @@ def build_engine(
 def engine_beside(engine: Engine, **knobs: Any) -> Engine:
     """Return a new engine with the executor of `engine`, an empty cache, and the same settings except for `knobs`.
 
-    Afterwards `engine` must not compute steps. Raises ConfigError for a knob in RESERVING, and for a knob in LIMITS
-    that is above the value for which memory was reserved.
+    Afterwards `engine` must not compute steps. Raises ConfigError for a knob that determines what is loaded and
+    reserved (RESERVING), and for a limit (LIMITS) above the value for which memory was reserved.
     """
     if wrong := sorted(RESERVING & knobs.keys()):
         raise ConfigError(wrong[0], "determines what is loaded and reserved; build a new engine to change it")

@@ -285,9 +285,10 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
 
 
 def check_limits(config: ResolvedConfig, limits: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `limits` has a setting in LIMITS that is below its range, or above its value in `config`.
+    """Raise ConfigError if max_num_batched_tokens or max_num_seqs is out of range in `limits`.
 
-    Memory was reserved for the values in `config`. Other settings in `limits` are not checked.
+    The highest allowed value is the value in `config`, because memory was reserved for it. Other settings in `limits`
+    are not checked.
     """
     for name in LIMITS:
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}

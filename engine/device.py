@@ -31,7 +31,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device, in bytes. Programs can allocate `total`; programs except this one hold `used_by_others`.
+    """Memory of one device, in bytes: all that programs can allocate, and the part that other programs hold now.
 
     On a CPU, `used_by_others` is all memory that is not available without swapping. `holders` lists the other programs
     if the driver names them. `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto"

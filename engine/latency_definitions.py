@@ -108,8 +108,8 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
     """Return the seconds that a reader at a speed of `tokens_per_s` waited for each late token.
 
-    A token is late if it arrives after the reader has read the previous token. A wait delays all further reading, so
-    one stall makes only one token late.
+    A token is late if it arrives after the reader has read the previous token. After a wait, reading
+    goes on from the late token, so one stall makes only one token late.
     """
     waits: list[float] = []
     free = math.inf
@@ -124,10 +124,11 @@ def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[floa
 
 
 def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float | None:
-    """Return the tokens per second between the first and the last arrival. Arrivals may also count completed requests.
+    """Return the tokens per second between the first and the last arrival, or None if no time passed.
 
     The tokens of the first arrival are not counted: for n single tokens the rate is (n - 1) / (last - first). `end`, a
-    time after the last arrival, extends the interval. Returns None for an interval of length 0.
+    time after the last arrival, extends the interval. For a rate of requests, pass an Arrival of one "token" for each
+    request.
     """
     if not arrivals:
         return None

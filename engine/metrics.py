@@ -112,15 +112,15 @@ class EngineMetrics:
         info.labels(model_name, str(block_size), str(num_blocks)).set(1)
 
     def observe(self, histogram: str, value: float) -> None:
-        """Add a sample to a histogram; `histogram` is a key of _HISTOGRAMS."""
+        """Add a sample to a histogram; `histogram` is its key in the table _HISTOGRAMS."""
         self._histograms[histogram].observe(value)
 
     def add(self, counter: str, count: int = 1) -> None:
-        """Increase a counter by `count`; `counter` is a key of _COUNTERS."""
+        """Increase a counter by `count`; `counter` is its key in the table _COUNTERS."""
         self._counters[counter].inc(count)
 
     def set(self, gauge: str, value: float) -> None:
-        """Set a gauge; `gauge` is a key of _GAUGES."""
+        """Set a gauge; `gauge` is its key in the table _GAUGES."""
         self._gauges[gauge].set(value)
 
     def finished(self, reason: FinishReason) -> None:

@@ -32,8 +32,8 @@ class OutputStream:
     def take(self, update: Update) -> RequestOutput | None:
         """Return the output that `update`, the result of one step, adds to the sequence; None if there is no output.
 
-        If a stop string ends the sequence, the output has a `finish_reason` that the scheduler does not know, so the
-        caller must finish the request in the scheduler.
+        If a stop string ends the sequence, the output has a `finish_reason`, but the scheduler still runs the request,
+        so the caller must finish it there.
         """
         request, result = self.request, update.result
         # After a preemption the prompt is computed, and reported, again: keep only the new entries.

@@ -52,9 +52,9 @@ class PromptChange:
 
 
 class PromptChanges:
-    """Periodic check for a PromptChange.
+    """Periodic check of recent prompts for an early token at which they differ; a finding is a PromptChange.
 
-    A PromptChange is logged if its position is at least SPREAD tokens from the position of the last one in the log.
+    A PromptChange is logged, unless its position is less than SPREAD tokens from the position that was logged last.
     If `quote_prompts` is set, the PromptChange and the log contain text of prompts.
     """
 

@@ -84,7 +84,7 @@ class SamplingParams:
 
 
 def within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
-    """Raise RequestError unless low <= value <= high (None: no bound); the error's `param` is `param` or `name`."""
+    """Raise RequestError unless low <= value <= high (None: no bound). Its `param` is `param` if given, else `name`."""
     if math.isnan(value) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"{low} or more"
         raise RequestError(param or name, f"{name} is {value}; allowed is {span}")
@@ -195,9 +195,10 @@ class TokenLogprob:
 class RequestOutput:
     """New output of one sequence since its previous RequestOutput.
 
-    `pieces` has the text of each new token, "" while a character is incomplete. The joined pieces of all outputs equal
-    the joined texts, unless a stop string cut the text. If prompt_logprobs were requested, the sequence's first output
-    has one entry per prompt token (None for the first token). In other outputs `prompt_logprobs` is None.
+    `text` is the new text, and `pieces` has the text of each new token, "" while a character is incomplete. Over all
+    outputs, the pieces and the texts join to the same text, unless a stop string cut `text`. If the request asked for
+    them, `prompt_logprobs` has in the sequence's first output one entry per prompt token (None for the first token). In
+    other outputs it is None.
     """
 
     request_id: str

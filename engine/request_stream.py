@@ -17,10 +17,10 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
     after `AsyncEngine.submit` returned. Leaving the stream's `async with` block early aborts the request. For use on
     the event loop only.
 
-    Outputs of a choice that were not read before the next one came are merged. A reader of several streams may give
-    them one `ready` event, which is set when there is something to `take`. With `wakes_at_end`, it is set only when a
-    choice or the stream has ended. A reader may also set `pass_on`, which gets each output first; an output for which
-    it returns True is read.
+    If an output arrives while the previous output of the same choice is unread, both are merged. The event `ready` is
+    set when there is something to `take`; a reader may give several streams one event. If `wakes_at_end` is True,
+    `ready` is set only when a choice or the stream has ended. A reader may set the function `pass_on`, which is called
+    with each output first. If it returns True, the output counts as read.
     """
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:

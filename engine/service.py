@@ -68,8 +68,8 @@ class AsyncEngine:
     def diagnose(self) -> str | None:
         """Return why requests cannot be served, or None if they can. Log when a problem begins and when it ends.
 
-        A problem is that the engine has failed, that no step has finished for more than `step_timeout_s` seconds, or
-        that the last MAX_BAD_ROWS rows of logits from which to sample were unusable (NaN or all -inf).
+        There is a problem if the engine's thread does not run, if the engine hangs, or if the last MAX_BAD_ROWS rows of
+        logits from which a token was to be sampled were NaN or all -inf. The start of the first problem is not logged.
         """
         problem = _problem_of(self)
         if problem and self.healthy and not self._has_problem:

@@ -33,9 +33,9 @@ class EngineStats(SchedulerCounters):
     """State of the engine after a step. Counters are totals since the start.
 
     `headroom` is the share of blocks that admission keeps free, and `max_running` is the concurrency limit;
-    `num_headroom_changes` counts the changes of either. `prefix_misses` counts requests by the reason why their prefix
-    hit ended. `num_swapped_out` counts how often the KV of a preempted request was copied to host memory, and
-    `num_swapped_in` how often it was copied back.
+    `num_headroom_changes` counts how often one of these two changed. `prefix_misses` counts requests by the reason why
+    their prefix hit ended. `num_swapped_out` counts how often the KV of a preempted request was copied to host memory,
+    and `num_swapped_in` how often it was copied back.
     """
 
     num_running: int

@@ -63,9 +63,9 @@ def find_engine(name: str) -> EngineSpec:
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
     """Build the EngineSpec of a table in engines.toml. Values that `entry` leaves out come from `default`.
 
-    For each share, the most specific value applies: that for the GPU, else that for its architecture, else that under
-    "default". At each of these levels, a value in `entry` comes before one in `default`. `error` never comes from
-    `default`.
+    For each share, the most specific value applies: the value for the GPU, else the value for its architecture, else
+    the value under "default". At each of these levels, a value in `entry` comes before a value in `default`. `error`
+    never comes from `default`.
     """
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}

@@ -44,9 +44,10 @@ class Fit:
 
 
 def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
-    """Fit a FittedCost to `steps` for each knee in KNEES. Return the Fit with the smallest mean absolute `left_out`.
+    """Fit a FittedCost to `steps` with each value of `knee` in KNEES, and return the best Fit.
 
-    `window` is the language model's sliding window in tokens, if it has one.
+    The best Fit has the smallest mean absolute error in `left_out`. `window` is the language model's sliding window in
+    tokens, if it has one.
     """
     fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))

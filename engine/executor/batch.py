@@ -118,7 +118,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 class HostCopy:
-    """Copy of a tensor in host memory. From a GPU it starts now, in stream order, and `wait` waits for its end."""
+    """Copy of a tensor in host memory. A copy from a GPU begins here, in stream order; `wait` waits for its end."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._written = tensor, None

@@ -33,7 +33,7 @@ class EvictionOrder:
         return block in self._segment_of(block)
 
     def mark_shared(self, blocks: Iterable[int]) -> None:
-        """Mark blocks as shared until they are evicted or become private. The blocks must not be in this order now."""
+        """Mark blocks as shared until they are evicted or become private. The blocks must not be cached now."""
         for block in blocks:
             self._is_shared[block] = 1
 

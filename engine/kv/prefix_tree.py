@@ -179,9 +179,10 @@ class PrefixHit(NamedTuple):
     Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:]. Of these
     blocks, `num_evictable` are held by no request or pin now; they count as available until admission acquires them. KV
     exists for the first `num_tokens` tokens: in the blocks of the nodes, then at the beginning of the blocks
-    `copy_from` (one for each group), which admission copies. The first `num_alike` tokens match a cached prefix; the KV
-    of some of them may be evicted, or too short to be worth a copy. If `from_host` is True, the request's own KV in
-    host memory covers more tokens than the cached KV, and the request resumes from its own KV.
+    `copy_from` (one for each group), which admission copies. The first `num_alike` tokens match a cached prefix. There
+    can be more of them than `num_tokens`, if KV was evicted or if too few tokens match to be worth a copy. If
+    `from_host` is True, the request's own KV in host memory covers more tokens than the cached KV, and the request
+    resumes from its own KV.
     """
 
     nodes: list[PrefixNode]

@@ -25,7 +25,7 @@ _MAX_NAMES = 5
 
 
 class LazyTensor:
-    """Tensor that `read` reads from disk whenever transformers' loader indexes it as `tensor[...]`."""
+    """Tensor on disk. `tensor[...]`, as transformers' loader writes it, calls `read` to read the tensor each time."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.read = read

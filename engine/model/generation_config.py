@@ -53,7 +53,10 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_fields(generation: Mapping[str, Any], context: int) -> list[str]:
-    """Return the unsupported fields that would change the output. `context` is the model's maximum context length."""
+    """Return the names of the fields that would change the output but are not supported.
+
+    `context` is the model's maximum context length in tokens.
+    """
     return [
         name
         for name, value in generation.items()

@@ -54,7 +54,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse a .gguf file, or return the last result if the file's modification time and size are the same.
+    """Parse a .gguf file. The result is kept and returned again while the file has the same time and size.
 
     Raises ModelError if the file is damaged, is one part of a split file, or has an unsupported architecture.
     """
@@ -173,7 +173,7 @@ class _Cursor:
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: GGUFValueType) -> Any:
-        """Read one value. A float32 is returned as its shortest decimal form: 1e-05, not 9.99999974e-06."""
+        """Read one value. A float32 becomes the float with its shortest decimal form: 1e-05, not 9.99999974e-06."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:

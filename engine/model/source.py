@@ -24,7 +24,7 @@ _HUB_TIMEOUT = 5.0
 
 
 class HubUnreachableError(ModelError):
-    """Error of a download if the Hugging Face hub cannot be reached. The cache here may still have the model."""
+    """Error for a Hugging Face hub that cannot be reached. The hub's cache on this machine may still have the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,10 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 
 def _open_directory(spec: str, path: Path) -> ModelSource:
-    """Return a model directory, or the snapshot in a folder of the hub's cache (models--ORGANISATION--NAME).
+    """Return the model in the directory `path`, which may be a folder of the hub's cache (models--ORGANISATION--NAME).
 
-    A snapshot's folder is named after its commit, so the model gets the repository's id as its name.
+    From such a folder, the snapshot of the branch main is returned. A snapshot's folder is named after its commit, so
+    the model gets the repository's id as its name.
     """
     repository = path.parent.parent if path.parent.name == "snapshots" else path
     if not repository.name.startswith("models--"):

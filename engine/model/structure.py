@@ -1,7 +1,8 @@
 """Recognition of transformers models whose layers the fused decoder can compute.
 
-A model is recognised by the modules that it consists of. What a module computes is found by trying it, if its class or
-name could mean several things: RMS norms differ in an offset of their weights, activation functions have many names.
+A model is recognised by the modules that it consists of. If the class or name of a module does not say what the module
+computes, the module is run on test values: RMS norms differ in an offset of their weights, and activation functions
+have many names.
 The decoder also compares its logits with those of the model, because some models multiply by factors between modules.
 """
 
@@ -46,12 +47,12 @@ class NormRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Modules of one layer. `projections` are those of queries, keys and values; `gate_up` are those of gate and up.
+    """Modules and norm weights of one layer.
 
-    Either may be one module with all rows. `query_norm` and `key_norm` [D] are None without norms of heads.
-    `branch_norms` are the weights of the norms after attention and after the MLP, None without them. `rotates` is
-    False if the layer has no rotary embedding. `kind` is the name of the layer's rotary embedding if the model has
-    several.
+    `projections` compute queries, keys and values; `gate_up` compute gate and up. In both tuples, one module may have
+    the rows of all. `query_norm` and `key_norm` [D] are None if heads are not normalised. `branch_norms` are the
+    weights of the norms after attention and after the MLP, each None if there is no such norm. `rotates` is False if
+    the layer has no rotary embedding. `kind` names the layer's rotary embedding if the model has several.
     """
 
     attention_norm: Tensor

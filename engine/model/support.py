@@ -81,7 +81,7 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return why serve refuses a model with this content of config.json; None if its config gives no reason to.
+    """Return why serve refuses a model whose config.json has this content, or None if serve accepts the config.
 
     A model whose config is accepted may still be refused by probe.py. Raises ModelError if transformers rejects the
     config.

@@ -103,10 +103,11 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "auto") -> PagedModel:
-    """Wrap `model`, which must be in evaluation mode.
+    """Return a wrapper that runs `model`, which must be in evaluation mode, over the paged KV cache.
 
-    "auto" gives a FusedDecoder if that knows the model's structure, else the wrapper that calls transformers. Raises
-    ModelError if the engine cannot compute the model exactly, and ConfigError if "fused" does not know the model.
+    "fused" is a FusedDecoder, "transformers" is a wrapper that calls the model's own layers, and "auto" is a
+    FusedDecoder if it can compute the model. Raises ModelError if the engine cannot compute the model exactly, and
+    ConfigError if "fused" is requested and a FusedDecoder cannot compute the model.
     """
     plain = BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)
     if implementation == "transformers":

@@ -32,9 +32,9 @@ class ParityPrompt:
 class PromptSet:
     """Prompts of all cases. `general` prompts have varied lengths; the first is exactly 3 blocks long.
 
-    Each prompt in `edges` begins like the first of the `general` prompts. `shared` has the number of tokens that each
-    of them has in common with that prompt: 1 block - 1, 1 block, 1 block + 1, 2 blocks - 1, 2 blocks, and 2 blocks + 1.
-    The first four `edges` are two blocks long, so that each needs a third block for its second output token.
+    Each prompt in `edges` begins with tokens of the first general prompt. `shared` has the number of these tokens for
+    each prompt in `edges`: 1 block - 1, 1 block, 1 block + 1, 2 blocks - 1, 2 blocks, and 2 blocks + 1. The first four
+    `edges` are two blocks long, so that each needs a third block for its second output token.
     """
 
     general: tuple[ParityPrompt, ...]

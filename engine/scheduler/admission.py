@@ -90,7 +90,8 @@ class Admission:
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
         """Admit short requests (`is_short`) until `lane` tokens of the step are used; return the admitted requests.
 
-        If more requests wait than may start now, at most the share fast_lane_share of all admissions is made here.
+        If more requests wait than may start now, at most the share fast_lane_share of all admissions is made by this
+        method.
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
@@ -124,9 +125,10 @@ class Admission:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Admit a waiting request if max_running, memory and Backfill allow this; return True if they do.
+        """Admit a waiting request if max_running, memory and Backfill allow this; return True if it was admitted.
 
-        A request also waits while running requests compute KV that the request can reuse; then the result is False too.
+        The request is not admitted if it was preempted in this step, or while running requests compute KV that it can
+        reuse.
         """
         if self.is_full:
             return False

@@ -26,8 +26,8 @@ CAP_GROWTH = 1.1
 class HeadroomControl:
     """Controller of `headroom`, the share of blocks that admission keeps free, and of a cap on running requests.
 
-    Both depend on the preemption rate over the last WINDOW admissions. `max_running` is the cap, or `step_limit` if
-    less.
+    Both depend on the preemption rate over the last WINDOW admissions. `max_running` is the cap or
+    `step_limit`, whichever is less.
     """
 
     def __init__(self, config: EngineConfig, max_running: int) -> None:
@@ -58,7 +58,7 @@ class HeadroomControl:
         return self._set(headroom if headroom > self._least + NEGLIGIBLE else self._least, cap)
 
     def preempted(self, num_running: int) -> bool:
-        """Count a preemption that leaves `num_running` requests; return True if headroom or concurrency cap changed."""
+        """Count a preemption after which `num_running` requests run; return True if headroom or cap changed."""
         self._preemptions[-1] += 1
         if sum(self._preemptions) <= THRASH_RATE * WINDOW or self._since_change < WINDOW // 8:
             return False

@@ -26,7 +26,7 @@ FADING = 0.02
 
 
 class MeanCost:
-    """Average cost in seconds per unit. Newer measurements count more. Before the first, the average is `assumed`."""
+    """Average cost in seconds per unit, `assumed` before the first measurement. Newer measurements count more."""
 
     def __init__(self, assumed: float) -> None:
         self._seconds = self._units = 0.0
@@ -59,7 +59,7 @@ class MeasuredCosts:
         self._decode_step = MeanCost(0.0)
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Add the measured time of a step's computation, and that of its copies from and to host memory."""
+        """Add the times of a computed step: of its computation, and of its copies from and to host memory."""
         if result.swap_elapsed > 0:
             self.block_copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
         computing = result.elapsed - result.swap_elapsed
@@ -125,7 +125,8 @@ class Preemption:
     def decide(self, request: Request, demand: int | None, *, may_swap: bool = True) -> Loss:
         """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
 
-        In mode auto, a decision against a possible copy moves the measured cost of copies towards the assumed cost.
+        In mode auto, a decision against a possible copy moves the cost of copies towards the assumed cost: without
+        copies, it would not be measured again.
         """
         loss = self.loss(request, demand, may_swap=may_swap)
         if self._mode == "auto" and may_swap and not loss.swap and self._kv.swap.num_free:
@@ -156,7 +157,8 @@ class Preemption:
         """Return the running request to preempt so that `waiting`, a request of a higher class, can run.
 
         The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
-        times. The result is None if there is no such request, or under a policy other than fair (without classes).
+        times. The result is None if there is no such request. It is always None under a policy other than fair,
+        because only fair has classes.
         """
         if self._policy != "fair":
             return None

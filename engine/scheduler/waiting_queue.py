@@ -84,14 +84,14 @@ class WaitingTimes:
 
 
 class Offer(NamedTuple):
-    """Waiting request to consider for admission next: by arrival time (`by_arrival`, see ARRIVAL_QUOTA) or by rank."""
+    """Waiting request to consider for admission next. It was chosen by arrival time if `by_arrival`, else by rank."""
 
     request: Request
     by_arrival: bool
 
 
 class WaitingQueue:
-    """Queue of waiting requests, sorted by rank and by arrival time, with a third list of short requests by rank."""
+    """Queue of waiting requests, as three sorted lists: all by rank, all by arrival time, and short ones by rank."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.times = WaitingTimes(clock)

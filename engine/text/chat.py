@@ -34,11 +34,12 @@ def render_chat(
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
     `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template, which transformers runs in a
-    sandbox. With `continue_final_message`, the prompt ends with the text of the last message instead.
+    sandbox. If `continue_final_message` is one of them, the token ids end with the text of the last message, without
+    the start of another turn.
 
-    Only the template writes special tokens. If messages or `template_kwargs` contain the text of one, it is encoded as
-    plain text. The same holds for other tokens that the template writes around turns, except in assistant messages.
-    With `parse_special`, all these are encoded as tokens.
+    Only the template writes special tokens. If messages or `template_kwargs` contain the text of a special token, this
+    text is encoded as plain text. The same holds for other tokens that the template writes around turns, except in
+    assistant messages. With `parse_special`, the text of any token is encoded as this token.
 
     Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or a keyword
     is reserved. `check` may refuse the text before it is encoded.
@@ -96,7 +97,7 @@ def _reserved() -> frozenset[str]:
 
 
 def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
-    """Return `value` with special tokens and those of `_turn_tokens` escaped in all its texts.
+    """Return `value` with special tokens and `_turn_tokens` escaped in every string that it contains.
 
     In messages of the assistant, only special tokens are escaped, because the model itself wrote the others.
     """
@@ -124,7 +125,10 @@ def _is_plain(message: Message) -> bool:
 
 
 def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, Any]) -> list[Message]:
-    """Return the first of `_forms` that the template shows completely. Raises RequestError if there is none."""
+    """Return the messages in the first of `_forms` that the template renders without leaving out a message.
+
+    Raises RequestError if there is no such form.
+    """
     if all(message.get("role") in (None, *_PLAIN_ROLES) and _is_plain(message) for message in messages):
         return messages
     problem: RequestError | None = None
@@ -142,9 +146,10 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
 def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[Message]]:
     """Yield the messages as they are, and then in forms for templates that know fewer roles.
 
-    In the second form, developer messages are system messages. If the template does not name the developer role, this
-    is the first form, because many templates write any role although the model knows only some. In the last forms,
-    system messages are joined to the user messages beside them: first those after the first message, then all.
+    In the second form, developer messages have become system messages. If the template does not name the developer
+    role, this form comes first, because many templates write any role although the model knows only some. In the last
+    two forms, system messages are joined to the user messages beside them: in the first of these forms all except a
+    system message at the beginning, in the second form all.
     """
     as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     if knows_developers:
@@ -189,7 +194,8 @@ def _with_objects(message: Message) -> Message:
 def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
     """Raise RequestError if the template leaves out a tool call, or the content of any role except assistant.
 
-    The check renders the messages with a made-up word in place of each of these contents and function names.
+    The check renders the messages with a made-up word in place of each content and of each function name in a tool
+    call, and looks for these words in the result.
     """
     words: dict[str, str] = {}
     marked: list[Message] = []

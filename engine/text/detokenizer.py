@@ -45,7 +45,7 @@ class Detokenizer:
         return "" if BYTE_TOKEN.fullmatch(token) else self._decode_pending()
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the output. An incomplete character becomes U+FFFD."""
+        """Return the text held back so far. Call this after the last token. An incomplete character becomes U+FFFD."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return self._decode_pending() if self._pending else ""

@@ -86,8 +86,9 @@ class Tokenizer:
     def _unescaping(self) -> tokenizers.Tokenizer:
         """Copy of the backend that removes the marks of `escape` after it has recognised added tokens.
 
-        A backend looks for added tokens in the raw text, normalises the text between them, and then looks for the added
-        tokens that are declared as normalised. In the copy, only blank tokens are declared so.
+        A backend first looks for added tokens in the raw text. Then it normalises the text between them, where the copy
+        removes the marks. Last, it looks for the added tokens that are declared as normalised. In the copy, only blank
+        tokens are, so a token that was marked is not recognised after its marks are gone.
         """
         from tokenizers import AddedToken, Tokenizer, normalizers
 
@@ -143,10 +144,11 @@ class Tokenizer:
 
     @cached_property
     def _token_limits(self) -> tuple[int | None, bytes]:
-        """Largest number of bytes that one token can stand for in a text, and the bytes that the tokenizer drops.
+        """Largest number of bytes that one token can stand for in a text, and the bytes that have no token.
 
-        The number is None except for a BPE tokenizer that keeps all text. Others may turn unknown characters into one
-        token, or drop characters in a normaliser, a pre-tokeniser or a token that strips white space.
+        The tokenizer drops bytes without a token. The number is None except for a BPE tokenizer that keeps all other
+        bytes. Other tokenizers may turn several unknown characters into one token, or drop characters in a normaliser,
+        a pre-tokeniser or a token that strips white space.
         """
         vocab = self.backend.get_vocab(with_added_tokens=True)
         normalizer, pre_tokenizer = _steps(self.backend.normalizer), _steps(self.backend.pre_tokenizer)
