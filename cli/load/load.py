@@ -22,9 +22,9 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 class PlannedRequest:
     """Request of a load for `output_len` tokens.
 
-    It is due `offset` seconds after the start; a closed loop ignores `offset`. `cache_salt` keeps a server from reusing
-    a text of an earlier run that is still in its prefix cache. Random prompts need none, because their tokens depend on
-    `prompt_seed`.
+    It is due `offset` seconds after the start; a closed loop ignores `offset`. `cache_salt` differs from run to run, so
+    that a server whose prefix cache still holds the same text from an earlier run does not reuse it. Random prompts
+    need no salt, because their tokens differ with `prompt_seed`.
     """
 
     index: int
@@ -120,7 +120,7 @@ class Load(Schedule, ABC):
         """
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
-        """Return a load like that of `head`, but with each request sent when the previous one has ended."""
+        """Return the same load as `head`, except that each request is sent when the previous one has ended."""
         return replace(self.head(count, seed=seed), max_concurrency=1)
 
 

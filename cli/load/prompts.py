@@ -51,7 +51,10 @@ class Prompt:
 
     @property
     def content_key(self) -> tuple[Part, ...] | bytes:
-        """Parts, or bytes of the text or token ids, by which `repeated_share` compares prompts."""
+        """Value by which `repeated_share` compares prompts.
+
+        It is the Parts of a random prompt, and the bytes of the text or of the token ids of any other prompt.
+        """
         raise NotImplementedError
 
     @property
@@ -185,11 +188,11 @@ class TextPrompt(Prompt):
 
 
 def repeated_share(prompts: Iterable[Prompt]) -> float:
-    """Return the share of all prompt tokens that an unlimited prefix cache could serve if it was empty at first.
+    """Return the share of all prompt tokens that an unlimited prefix cache, empty at first, could serve.
 
-    Of each prompt, it could serve the longest beginning that an earlier prompt has too. Given texts are counted in
-    bytes. The order of the prompts does not change the share. So they are compared in alphabetical order, in which each
-    prompt shares the most with its neighbour.
+    For each prompt, that is the longest beginning that it shares with an earlier prompt. The order of the prompts does
+    not change the share. So the prompts are sorted, which puts each one next to the prompt with which it shares the
+    most. Given texts are counted in bytes.
     """
     keys = sorted((prompt.content_key for prompt in prompts), key=lambda key: (isinstance(key, bytes), key))
     sizes = [len(key) if isinstance(key, bytes) else sum(part.length for part in key) for key in keys]
@@ -253,7 +256,7 @@ class WordEncoder:
 
 
 def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the token ids below `vocab_size` that stand for text. Special tokens do not."""
+    """Return the token ids below `vocab_size` that stand for text, which special tokens do not."""
     size = min(tokenizer.vocab_size, vocab_size)
     return [
         token_id for token_id in range(size) if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)

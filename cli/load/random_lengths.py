@@ -52,7 +52,10 @@ def draw_lengths(lengths: int | RandomLengths, generator: np.random.Generator, c
 
 
 def parse_lengths(text: str, name: str) -> int | RandomLengths:
-    """Return the lengths in `text`. Raises ConfigError, naming the setting `name`, if `text` does not fit SYNTAX."""
+    """Parse lengths such as "128", "64..512" or "lognormal:512,1.0,4096"; SYNTAX describes all forms.
+
+    Raises ConfigError, which names the setting `name`, for any other text and for lengths out of range.
+    """
     found: RandomLengths | None = None
     if text.isascii() and text.isdigit():
         found = RandomLengths(int(text), int(text))

@@ -62,7 +62,10 @@ class Schedule:
             )
 
     def check_shape(self) -> None:
-        """Raise LlmschedError if settings in SHAPES are given without a rate. Call this after `at_rate`."""
+        """Raise LlmschedError if the load has no rate, but settings that shape random arrivals, such as `burstiness`.
+
+        Call this after `at_rate`, which may give the load a rate.
+        """
         if self.process is None and self.shaped:
             raise LlmschedError(
                 f"{', '.join(map(setting, self.shaped))}: only has an effect with a finite {setting('request_rate')}"
@@ -84,9 +87,9 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """Names of the settings in SHAPES that differ from their defaults.
+        """Names of the settings in SHAPES, which shape random arrivals, that differ from their defaults.
 
-        If `burstiness` is among them, `arrivals` "gamma" is left out, because it follows from `burstiness`.
+        `arrivals` "gamma" is left out if `burstiness` is in the list, because a burstiness implies it.
         """
         defaults = {f.name: f.default for f in fields(Schedule)}
         changed = [name for name in SHAPES if getattr(self, name) != defaults[name]]

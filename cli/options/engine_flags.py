@@ -37,13 +37,18 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Engine flags given on the command line. A knob in `automatic` was given as "auto", which overrides a profile."""
+    """Engine flags given on the command line.
+
+    `given` maps knobs to the values of their flags. The knobs in `automatic` were given as "auto": they get their usual
+    default even if a profile sets them.
+    """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     automatic: frozenset[str] = frozenset()
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
-        """Return the config for `model`. A knob has the value of its flag, else of `defaults`, else its usual default.
+        """Return the config for `model`. A knob without a flag has its value in `defaults`, if any, else its usual
+        default.
 
         Raises ConfigError if a knob is out of range or does not fit the others.
         """

@@ -109,7 +109,7 @@ def with_options(
 
     The annotation of a field holds its typer.Option. `make` receives an instance of `flags`. The command receives the
     result as its keyword argument `keyword`. `shown` maps fields whose default is None to the default that the help
-    states. The help states the default of a duration in seconds, with the unit.
+    states. If a field is a duration, the help states its default in seconds.
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)

@@ -127,6 +127,9 @@ async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    """Wait until the engine has no request or has failed. A request that timed out may still be in a step."""
+    """Wait until the engine has no request or has failed.
+
+    This may take until the end of a step, because a request that has timed out may be part of a running step.
+    """
     while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
         await asyncio.sleep(0.01)

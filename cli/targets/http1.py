@@ -113,9 +113,10 @@ class ResponseParser:
         return b""
 
     def check_end(self) -> None:
-        """Raise ValueError if the end of the connection has cut the body short.
+        """Raise ValueError if the connection was closed before the whole body had arrived.
 
-        The connection may end the body only if the response has neither a Content-Length nor chunks.
+        A body that has neither a Content-Length nor chunks is whole, because the server ends it by closing the
+        connection.
         """
         headers = httpx.Headers(self.headers)
         if "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower():

@@ -120,7 +120,7 @@ class HttpTarget:
         )
 
     async def connect(self) -> None:
-        """Look up the model and the kind of server in /v1/models, a route that not every server has.
+        """Look up the model and the kind of server in /v1/models. Not every server has this route, so it may fail.
 
         Raises TargetUnreachableError if the server accepts no connection.
         """

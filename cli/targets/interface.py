@@ -77,7 +77,7 @@ class OpenTarget:
     """Target that is ready and has answered `warmup` warm-up requests.
 
     `measure` sends a load to the target and returns the Measurement of the run. A model in this process starts each
-    load with an empty prefix cache. `settings` are those of the engine, as far as they are known.
+    load with an empty prefix cache. `settings` are the settings of the engine, as far as they are known.
     """
 
     name: str

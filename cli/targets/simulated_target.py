@@ -1,7 +1,7 @@
 """Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
 
-One Blueprint serves many loads. Its limits, such as max_num_seqs, can be changed for a load within the memory that it
-reserves.
+One Blueprint serves many loads. For each load, limits such as max_num_seqs can be set to values for which the blueprint
+reserves enough memory.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def simulate_run(
 ) -> RunRecord:
     """Serve a load on a new engine of `blueprint` in virtual time, and return the record of the run.
 
-    `limits` replace those of the blueprint. `timeout` is in seconds of virtual time per request. The model's tokenizer
-    encodes the texts of a trace. If the tokenizer is not on this disk, `warn` is called and each word counts as one
-    token. Raises ConfigError if the limits exceed the blueprint's memory reservation.
+    `limits` replace the limits that the blueprint sets. `timeout` is in seconds of virtual time per request. The
+    model's tokenizer encodes the texts of a trace. If the tokenizer is not on this disk, `warn` is called and each word
+    counts as one token. Raises ConfigError if the limits exceed the blueprint's memory reservation.
     """
     engine = blueprint.engine(**limits)
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0

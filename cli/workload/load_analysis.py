@@ -158,11 +158,12 @@ def serve_knobs(found: LoadAnalysis) -> dict[str, Any]:
 def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
     """Return the share of KV blocks to keep free for `running` requests, given (prompt, output) lengths.
 
-    Admission knows the prompt lengths and expects outputs of mean length. In 1 % of cases, the outputs of n = `running`
-    requests exceed this expectation by z sigma sqrt(n) tokens or more (normal approximation; z = 2.326, sigma is the
-    standard deviation of output lengths). The headroom is this excess, divided by the sum of the excess and the tokens
-    that the requests hold. tests/bench/bench_headroom.py compares the formula with simulated runs: at most 2 of 300
-    requests were preempted, and throughput was within 3 % of the best of six other shares.
+    When it admits requests, the scheduler knows their prompt lengths and expects outputs of mean length. In 1 % of
+    cases, the outputs of n = `running` requests are longer than expected by z sigma sqrt(n) tokens or more (normal
+    approximation; z = 2.326, sigma is the standard deviation of output lengths). The headroom has room for this excess:
+    it is the excess divided by the sum of the excess and the tokens that the requests hold.
+    tests/bench/bench_headroom.py compares the formula with simulated runs: at most 2 of 300 requests were preempted,
+    and throughput was within 3 % of the best of six other shares.
     """
     outputs = np.asarray(lengths, dtype=np.float64).T[1]
     excess = _Z99 * float(outputs.std()) / (math.sqrt(running) * held(lengths))

@@ -63,10 +63,11 @@ _HARMLESS = re.compile(
 
 
 class ConfigCache:
-    """Cache, in a file, of values that transformers takes seconds to compute from one config.json.
+    """Cache of values that transformers takes seconds to compute from the `content` of one config.json.
 
-    The file in `directory` is named after a hash of the config's content and the versions of llmsched and transformers.
-    Errors in reading or writing it are only logged. Most models of `families.FAMILIES` need no file.
+    The values are kept in a file in `directory`, which is named after a hash of the content and of the versions of
+    llmsched and transformers. An error in reading or writing this file is only logged. Most models in
+    `families.FAMILIES` need no transformers, and so no file.
     """
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:

@@ -43,7 +43,8 @@ class DecoderParts:
 class Family:
     """Family of models with one model_type.
 
-    Published files state all settings in `needs`. `defaults` are the values of settings that these files leave out.
+    `needs` are the settings that every published config.json of the family has. `defaults` are the values of the
+    settings that these files leave out.
     """
 
     parts: DecoderParts
@@ -52,7 +53,7 @@ class Family:
 
 
 def _biased(switch: Switch, **parts: Any) -> DecoderParts:
-    """Return decoder parts in which `switch` decides whether every projection has a bias."""
+    """Return decoder parts in which either all projections have a bias or none has, as `switch` says."""
     return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
 
 

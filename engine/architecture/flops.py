@@ -35,8 +35,8 @@ class Matrices(NamedTuple):
 class Attention(NamedTuple):
     """Costs of attention in all layers of one kind: bytes of KV per token, and operations per (query, key) pair.
 
-    If `latent` (MLA), prefill has separate keys and values for each head, but in decode all heads attend to one latent
-    vector, so decode is a matrix product.
+    `latent` is True for MLA. Its prefill has separate keys and values for each head. In its decode, all heads attend to
+    the same latent vectors, so that their queries form a matrix and attention is a matrix product.
     """
 
     windowed: bool

@@ -217,7 +217,10 @@ class LayerReader:
         return [cycle[layer % len(cycle)] for layer in range(layers)]
 
     def _cycle(self, layers: int) -> Sequence[str]:
-        """Return the types of the first layers of a config that does not list them. All layers repeat these types."""
+        """Return the types of the first layers, for a config that does not list the types of all layers.
+
+        The types of the other layers repeat these types in the same order.
+        """
         fields, get = self.fields, self.fields.get
         if interval := get("full_attention_interval"):
             return [*["linear_attention"] * (interval - 1), "full_attention"]
@@ -332,7 +335,11 @@ class LayerReader:
         return width
 
     def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
-        """Return the setting `name` of one layer: its own, else that of layers with a window, else that of all."""
+        """Return the value of the setting `name` for one layer.
+
+        A value for this layer alone comes first. Next comes the value for all layers with a window, if the layer has
+        one. Last comes the value for all layers.
+        """
         value = self.fields.get(f"swa_{name}") if kind == "window" else None
         value = self.fields.get(name) if value is None else value
         overrides = self.fields.get("per_layer_config")

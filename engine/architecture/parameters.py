@@ -118,7 +118,10 @@ class _Counter:
         return Parameters(other=count * self.parts.norm_vectors * self.hidden)
 
     def _attention(self, module: str, layer: int, name: str) -> Iterator[_Module]:
-        """Count the projections of queries, keys, values and output, with the family's biases, norms and sinks."""
+        """Yield the parameters of attention: the projections of queries, keys, values and output, and smaller parts.
+
+        The smaller parts are biases, norms of queries and keys, and sinks, as far as the family has them.
+        """
         [kind] = self.reader.kinds(name)
         heads, head_dim = self.reader.heads(kind, layer), self.reader.head_dim(kind, layer)
         query, key = heads * head_dim, self.reader.kv_heads(kind, layer) * head_dim
@@ -134,9 +137,10 @@ class _Counter:
         yield module, Parameters(other=other)
 
     def _mla(self, module: str) -> Iterator[_Module]:
-        """Count multi-head latent attention (DeepSeek-V2): low-rank projections of KV and, if configured, queries.
+        """Yield the parameters of multi-head latent attention (DeepSeek-V2).
 
-        Sparse attention (DeepSeek-V3.2) adds an indexer with projections of queries, one key and a weight per head.
+        It has low-rank projections of KV and, if the config says so, of queries. Sparse attention (DeepSeek-V3.2) adds
+        an indexer: projections of queries, of one key, and of one weight per head.
         """
         get, heads = self.config.get, self.reader.heads()
         latent, rope, plain = get("kv_lora_rank"), get("qk_rope_head_dim"), get("qk_nope_head_dim")
@@ -159,7 +163,10 @@ class _Counter:
         yield module, Parameters(other=latent + (narrow or 0) + biases)
 
     def _recurrent(self, module: str) -> Iterator[_Module]:
-        """Count a gated delta net or a Mamba-2 mixer: two projections, a convolution, numbers per head and a norm."""
+        """Yield the parameters of a recurrent layer, which is a gated delta net or a Mamba-2 mixer.
+
+        These are an input and an output projection, a convolution, some numbers per head, and a norm.
+        """
         if (sizes := recurrent_sizes(self.config)) is None or not sizes.heads:
             raise ModelError("config has recurrent layers of a kind whose weights cannot be counted")
         width, heads, taps = sizes.width, sizes.heads, sizes.kernel
@@ -173,7 +180,7 @@ class _Counter:
         yield module, Parameters(other=sizes.channels * taps + small)
 
     def _mlps(self, module: str, layer: int, name: str) -> Iterator[_Module]:
-        """Count the dense MLP, or the experts with their router."""
+        """Yield the parameters of a layer's dense MLP, or of its experts and their router."""
         get, size = self.config.get, self.config.size
         if self.config.model_type == "gemma4_text":  # a dense MLP and experts, which have separate norms and scales
             yield from self._mlp(module, size("intermediate_size"))

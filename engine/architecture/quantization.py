@@ -82,7 +82,7 @@ class Quantization:
 def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
     """Return the content of config.json, with the settings of the hf_quant_config.json beside it, if there is one.
 
-    Settings in config.json win. Raises ModelError if the file cannot be read.
+    A setting that both files have is taken from config.json. Raises ModelError if the file cannot be read.
     """
     if not (directory / QUANTIZATION_FILE).is_file():
         return content
@@ -109,7 +109,7 @@ def named_format(name: str) -> str | None:
 def quantization_of(fields: Fields) -> Quantization | None:
     """Return the format of a model's checkpoint; None if it is not quantised.
 
-    Raises ModelError if the config describes the format in another form than that of its quant_method.
+    Raises ModelError if quantization_config does not have the structure that its quant_method prescribes.
     """
     settings = settings_of({"quantization_config": fields.get("quantization_config")})
     if not settings:
@@ -278,7 +278,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool, scale_bits: int = 16) -> Bits:
-    """Return the bits per weight, with each weight's share of its group's scale and zero point; None if unknown."""
+    """Return the bits per weight, including scales and zero points; None if `bits` is not a number of bits.
+
+    A `group` of weights shares one scale and, if `zero_point` is True, one zero point.
+    """
     if not isinstance(bits, int) or bits < 1:
         return None
     shared = scale_bits + (bits if zero_point else 0)

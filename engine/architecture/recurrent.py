@@ -12,9 +12,10 @@ _FLOAT32 = 4
 class RecurrentSizes(NamedTuple):
     """Sizes of one recurrent layer.
 
-    `width` is the width of the output, of all `heads` together if the layer has heads. The recurrent state has `state`
-    numbers for each element of this width, by default in float32 if `float32` is True, else in the type of the model.
-    The layer also keeps the last `kernel` - 1 inputs of a short convolution over `channels` channels.
+    `width` is the width of the layer's output; if the layer has `heads`, it is the width of all heads together. The
+    recurrent state has `state` numbers for each element of `width`. Its type is float32 if `float32` is True, else the
+    type of the model, unless the config names another type. The layer also keeps the last `kernel` - 1 inputs of a
+    short convolution over `channels` channels.
     """
 
     width: int

@@ -96,7 +96,7 @@ def model_shape(
 
 
 def inner_size(fields: Fields) -> int:
-    """Return the width of the dense MLP, or the total width of the experts of one token if that is larger."""
+    """Return the width of the dense MLP, or the total width of the experts that one token uses, whichever is larger."""
     dense = max(fields.mlp_size) if isinstance(fields.mlp_size, list) else fields.mlp_size
     routed = (fields.get("num_experts_per_tok") or 0) * fields.get("moe_intermediate_size", default=dense)
     return max(int(dense), int(routed + (fields.get("shared_expert_intermediate_size") or 0)))
@@ -115,7 +115,7 @@ def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
 
 
 def rotary_limit(fields: Fields) -> int | None:
-    """Return the longest context, in tokens, for which rotary embeddings stay the same; None if they never change.
+    """Return the longest context in tokens up to which no rotary embedding changes; None if they never change.
 
     Embeddings of the types longrope and dynamic change for the whole batch when its longest sequence exceeds the
     original context. Then results would depend on other requests, and keys that are already cached would be wrong.

@@ -52,7 +52,10 @@ _MLP_UNREAD = frozenset({"replace_with_linear", "sparsify", "moe"})
 
 
 def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under standard names, without null ones. Raises ModelError for a wrong linear_attn_config."""
+    """Return the settings under standard names. Settings that are null are left out.
+
+    Raises ModelError for a linear_attn_config that does not name each layer exactly once.
+    """
     values = {name: value for name, value in stated.items() if value is not None}
     for other, name in STANDARD_NAMES.items():
         if other in values and values.get(name, values[other]) == values[other]:
@@ -72,7 +75,10 @@ def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
-    """Rewrite block_configs of Nemotron-NAS: each layer's attention and MLP, either of which may be missing."""
+    """Return the settings that block_configs (Nemotron-NAS) describes, with a value for each layer.
+
+    A block describes the attention and the MLP of one layer. Each of them may be missing.
+    """
     attention, mlps = ([dict(block[part]) for block in blocks] for part in ("attention", "ffn"))
     heads, hidden = values.get("num_attention_heads", 0), values.get("hidden_size", 0)
     found: dict[str, Any] = {"layer_types": [], "num_key_value_heads": [], "sliding_window": []}
@@ -99,7 +105,10 @@ def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
 
 
 def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any]:
-    """Rewrite ffn_multipliers of OpenELM: widths as multiples of hidden_size, rounded to ffn_dim_divisor."""
+    """Return the MLP widths that ffn_multipliers (OpenELM) describes: multiples of hidden_size, one for each layer.
+
+    The widths are rounded to multiples of ffn_dim_divisor.
+    """
     values.pop("qkv_multipliers", None)  # the numbers of heads follow from them
     divisor, widths = int(values.pop("ffn_dim_divisor", 1)), []
     for multiplier in multipliers:
@@ -110,7 +119,10 @@ def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any
 
 
 def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[str, Any]:
-    """Rewrite linear_attn_config of Kimi Linear, which numbers the layers of full and of delta attention from 1."""
+    """Return the settings that linear_attn_config (Kimi Linear) describes.
+
+    It lists the numbers of the layers with full attention and of those with linear attention, counted from 1.
+    """
     full, delta = (set(described.get(name, ())) for name in ("full_attn_layers", "kda_layers"))
     layers = range(1, int(values.get("num_hidden_layers", 0)) + 1)
     if full & delta or full | delta != set(layers):
@@ -130,7 +142,7 @@ def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[st
 
 
 def _from_pattern(values: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
-    """Rewrite hybrid_layer_pattern of MiMo: 1 for a layer with a window, 0 for one without."""
+    """Return the layer types that hybrid_layer_pattern (MiMo) describes: 1 is a layer with a window, 0 one without."""
     return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
 
 

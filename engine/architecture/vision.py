@@ -11,7 +11,7 @@ Settings = Mapping[str, Any]
 
 
 def encoder_parameters(config: Settings) -> int | None:
-    """Count the parameters outside a model's language model; 0 for a text model.
+    """Return the number of a model's parameters outside its language model; 0 for a text model.
 
     Returns None for a model that has an audio encoder, is not in `_ENCODERS`, or lacks a setting that the count needs.
     """
@@ -28,7 +28,10 @@ def encoder_parameters(config: Settings) -> int | None:
 
 
 def can_be_built(config: Settings) -> bool:
-    """Return True if the config describes an encoder that `_ENCODERS` lacks; building the model can count it."""
+    """Return True if the config has an encoder that is not in `_ENCODERS`.
+
+    To count the parameters of such a model, transformers must build it.
+    """
     described = any(isinstance(config.get(f"{name}_config"), Mapping) for name in ("vision", "audio", "speech"))
     return described and str(config.get("model_type")) not in _ENCODERS
 
@@ -38,12 +41,15 @@ def _dense(rows: int, columns: int) -> int:
 
 
 def _plain_block(hidden: int, inner: int) -> int:
-    """Count a transformer block with two LayerNorms and biases on all projections."""
+    """Return the number of parameters of a transformer block with two LayerNorms and biases on all projections."""
     return 4 * hidden + 4 * _dense(hidden, hidden) + _dense(inner, hidden) + _dense(hidden, inner)
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen3-VL's encoder: learned positions, plain blocks, one merger, and one more per deepstack layer."""
+    """Return the number of parameters of Qwen3-VL's encoder.
+
+    It has learned positions, plain blocks, one merger, and another merger for each deepstack layer.
+    """
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
@@ -53,33 +59,42 @@ def _qwen3_vl(config: Settings, vision: Settings) -> int:
 
 
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen2-VL's encoder: plain blocks of width `embed_dim`, and one merger to `hidden_size`."""
+    """Return the number of parameters of Qwen2-VL's encoder: plain blocks and one merger.
+
+    The blocks have the width `embed_dim`, and the output of the merger has the width `hidden_size`.
+    """
     hidden, out = vision["embed_dim"], vision["hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, int(hidden * vision["mlp_ratio"]))
     return int(_patches(vision, hidden) + blocks + 2 * hidden + _merger(vision, hidden, out))
 
 
 def _qwen2_5_vl(config: Settings, vision: Settings) -> int:
-    """Count Qwen2.5-VL's encoder: gated blocks with RMSNorm, and one merger."""
+    """Return the number of parameters of Qwen2.5-VL's encoder: gated blocks with RMSNorm, and one merger."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     block = 2 * hidden + 4 * _dense(hidden, hidden) + 2 * _dense(inner, hidden) + _dense(hidden, inner)
     return int(_patches(vision, hidden) + vision["depth"] * block + hidden + _merger(vision, hidden, out))
 
 
 def _patches(vision: Settings, hidden: int) -> int:
-    """Count the patch embedding, which has no bias."""
+    """Return the number of parameters of the patch embedding, which has no bias."""
     channels = vision.get("in_channels", vision.get("in_chans", 3))
     return int(channels * vision["temporal_patch_size"] * vision["patch_size"] ** 2 * hidden)
 
 
 def _merger(vision: Settings, hidden: int, out: int) -> int:
-    """Count the merger, an MLP that turns spatial_merge_size ** 2 vectors into one vector of width `out`."""
+    """Return the number of parameters of a merger.
+
+    The merger is an MLP that turns spatial_merge_size ** 2 vectors into one vector of width `out`.
+    """
     merged = hidden * vision["spatial_merge_size"] ** 2
     return int(_dense(merged, merged) + _dense(out, merged))
 
 
 def _mistral3(config: Settings, vision: Settings) -> int:
-    """Count Pixtral's encoder: gated blocks with RMSNorm and no biases, a patch merger and two projections."""
+    """Return the number of parameters of Pixtral's encoder.
+
+    It has gated blocks with RMSNorm and without biases, a patch merger and two projections.
+    """
     hidden, inner, text = vision["hidden_size"], vision["intermediate_size"], config["text_config"]["hidden_size"]
     heads = vision["num_attention_heads"] * vision["head_dim"]
     block = 2 * hidden + 4 * hidden * heads + 3 * hidden * inner
@@ -90,7 +105,7 @@ def _mistral3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma3(config: Settings, vision: Settings) -> int:
-    """Count Gemma 3's encoder: SigLIP without its pooling head, and one projection."""
+    """Return the number of parameters of Gemma 3's encoder: SigLIP without its pooling head, and one projection."""
     if vision["vision_use_head"]:
         raise KeyError("vision_use_head")
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
@@ -102,7 +117,10 @@ def _gemma3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma4(config: Settings, vision: Settings) -> int:
-    """Count Gemma 4's encoder: gated blocks with four norms and QK norms, two position tables and one projection."""
+    """Return the number of parameters of Gemma 4's encoder.
+
+    It has gated blocks with four norms and QK norms, two position tables and one projection.
+    """
     hidden, head_dim = vision["hidden_size"], vision["head_dim"]
     query, key = vision["num_attention_heads"] * head_dim, vision["num_key_value_heads"] * head_dim
     block = 2 * hidden * (query + key) + 3 * hidden * vision["intermediate_size"] + 4 * hidden + 2 * head_dim

@@ -104,9 +104,10 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 
 
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
-    """Count the parameters of a model's modules from families.FAMILIES, or else from a model built on the meta device.
+    """Return the number of parameters of each module of a model, by name, and notes.
 
-    Returns the counts and notes that say what is not counted or is assumed. Counts are empty if neither way works.
+    The numbers come from families.FAMILIES or, for other models, from a model built on the meta device. They are empty
+    if neither is possible. The notes say what is not counted or is assumed.
     """
     counted = count_parameters(fields)
     encoders = encoder_parameters(fields.content)
@@ -127,9 +128,9 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
 
 
 def numbered_shards(directory: Path) -> list[Path]:
-    """Return the paths model-00001-of-0000N.safetensors to model-0000N-of-0000N, some of which may be missing.
+    """Return the paths that a directory should have if it has at least one model-0000K-of-0000N.safetensors.
 
-    Returns an empty list if the directory has none of them.
+    These are the paths for K = 1 to N. Some of the files may be missing. Returns an empty list if all are missing.
     """
     totals = {match["total"] for file in directory.glob("model-*") if (match := _SHARD.fullmatch(file.name))}
     return [
@@ -140,7 +141,7 @@ def numbered_shards(directory: Path) -> list[Path]:
 
 
 def stored_bytes(modules: Mapping[str, Parameters], quantization: Quantization | None, dtype_bytes: int) -> Parameters:
-    """Return the bytes of each class of parameters; what is not quantised takes `dtype_bytes` bytes per number."""
+    """Return the bytes of each class of parameters. A parameter that is not quantised takes `dtype_bytes` bytes."""
     sizes = [0.0] * len(Parameters._fields)
     for name, counted in modules.items():
         for place, (each, count) in enumerate(zip(Parameters._fields, counted, strict=True)):
@@ -191,8 +192,9 @@ def _header(file: Path) -> dict[str, Any]:
 def _built_modules(config: Any) -> dict[str, Any] | None:
     """Count parameters by building the model on torch's meta device, which takes seconds but no memory.
 
-    Returns `modules` (the fields of Parameters by name) and the settings that the model's class has `understood`.
-    Returns None if the model cannot be built, because of a missing package or an invalid value.
+    Returns a dict: "modules" maps names of modules to the fields of their Parameters, and "understood" lists the
+    settings that the model's class knows. Returns None if the model cannot be built, because of a missing package or an
+    invalid value.
     """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:

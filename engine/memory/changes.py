@@ -155,7 +155,11 @@ class _Search:
         return self._largest("max_num_batched_tokens", sizes, "prompts take longer")
 
     def fewer_states(self) -> list[Change]:
-        """Return the change of max_num_seqs to the largest power of two that suffices, if each sequence has state."""
+        """Return the change of max_num_seqs to the largest power of two that suffices.
+
+        Without recurrent state, which is reserved for max_num_seqs sequences, there is nothing to gain: return an empty
+        list.
+        """
         powers = range((self.plan.max_num_seqs_limit - 1).bit_length() if self.plan.state_bytes_per_seq else 0)
         counts = [1 << power for power in powers if 1 << power >= self.demand.users]
         return self._largest("max_num_seqs", counts, "state is reserved for fewer requests")
@@ -209,7 +213,7 @@ class _Search:
         return [Change(what, f"instead of {wanted:,}", plan, {"max_model_len": context})]
 
     def another_gpu(self, gpus: Sequence[tuple[str, DeviceMemory]]) -> list[Change]:
-        """Return the change to the smallest GPU that suffices. A present GPU is replaced only by a larger one."""
+        """Return the change to the smallest of `gpus` that suffices. If the device is a GPU, try only larger ones."""
         config = replace(self.config, device="auto", kv_cache_memory_bytes=None, num_gpu_blocks_override=None)
         for name, gpu in sorted(gpus, key=lambda each: each[1].total):
             if self.device.kind == "cuda" and gpu.total <= self.device.total:
@@ -233,9 +237,10 @@ class _Search:
         return [Change(f"{verb} {what}", cost, plan, settings, servable)]
 
     def _quantised(self, quantization: str | None) -> ModelPlanner | None:
-        """Return the planner of the quantised model, or None if model or device does not allow the format.
+        """Return the planner of the model in the format `quantization` (None: of the model as it is).
 
-        If `quantization` is None, the result is the planner of the model as it is.
+        Returns None if the device cannot compute the format, if the model is already quantised, or if the user gave the
+        size of the weights.
         """
         if quantization is None:
             return self.planner

@@ -144,7 +144,7 @@ def length_rows(path: Path) -> Iterator[Row]:
 def _length_fields(names: Collection[str]) -> dict[str, str]:
     """Return the columns or keys that hold lengths, mapped to INPUT and OUTPUT; empty if there are none.
 
-    If none holds prompt lengths, one that holds total lengths is mapped to INPUT.
+    If there are only total lengths (prompt and answer), they are mapped to INPUT.
     """
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:
@@ -169,9 +169,10 @@ def _lengths(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request of a record, in a list. `hash_ids` name the blocks of the prompt; the last may be shorter.
+    """Return the request of a record, in a list.
 
-    A record without input_length is read as a record of a request log (see `_log`).
+    `hash_ids` name the blocks of the prompt; the last block may be shorter than the others. A record without
+    input_length is read as a record of a request log (see `_log`).
     """
     if "input_length" not in row.values:
         return _log(row, options)
@@ -224,8 +225,9 @@ def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """Return the request of a record, in a list.
 
     The record is the body of an OpenAI API request, an object that contains one, or a prompt with its answer or the
-    length of its answer. A last message of the assistant is the answer, unless max_tokens shows that the record is a
-    request for another message.
+    length of its answer. If the last message of a chat is from the assistant, it is taken as the answer. But if the
+    record has a limit such as max_tokens, it is a request for a further message, and the last message is part of the
+    prompt.
     """
     inner = next((row.values[name] for name in BODIES if isinstance(row.values.get(name), dict)), None)
     body = row if inner is None else row.inside(inner)

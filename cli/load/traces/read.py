@@ -46,9 +46,9 @@ def read_trace(
 
     Requests are sorted by time; requests with equal times keep the file's order. Only the first `limit` requests are
     kept. `timestamp_unit` is the unit of timestamps that are numbers; if it is None, the unit is found as timestamps.py
-    describes. `turns` (1 if None) is only for ShareGPT, `trace_block_size` (512 or 16 tokens if None) only for Mooncake
-    and Bailian: see FormatOptions. Without `times`, timestamps are not read. The times of sessions whose turns wait for
-    answers are left out.
+    describes. `turns` (default: 1) is only for ShareGPT, `trace_block_size` (default: 512 tokens for Mooncake, 16 for
+    Bailian) only for formats with blocks: see FormatOptions. Without `times`, timestamps are not read. If the trace has
+    sessions, in which a turn waits for the answer to the turn before, the result has no times.
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, or if an option does not fit the format.

@@ -2,8 +2,8 @@
 
 If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise the first of these units is
 taken: the unit that the field's name ends in; the unit in which all numbers are Unix timestamps (2001 to 2099); the
-format's unit. The format's unit may be wrong unless all files of the format have it. If it makes the mean gap between
-requests implausible, the unit is taken that makes this gap plausible and closest to 1 s.
+usual unit of the format. Some formats have one fixed unit. In files of other formats, the usual unit may make the mean
+gap between requests implausible. Then the unit is taken that makes this gap plausible and closest to 1 s.
 """
 
 from __future__ import annotations
