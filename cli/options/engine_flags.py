@@ -47,10 +47,10 @@ class EngineOptions:
     automatic: frozenset[str] = frozenset()
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
-        """Return the config for `model`. A knob without a flag has its value in `defaults`, if any, else its usual
-        default.
+        """Return the config for `model`, with the values of the flags.
 
-        Raises ConfigError if a knob is out of range or does not fit the others.
+        A knob without a flag has its value in `defaults` or, if it is not in `defaults`, its usual default. Raises
+        ConfigError if a knob is out of range or does not fit the others.
         """
         profile = {name: value for name, value in (defaults or {}).items() if name not in self.automatic}
         return EngineConfig(**{**profile, **self.given, "model": model})

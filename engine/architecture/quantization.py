@@ -47,9 +47,10 @@ Bits = float | None
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bits per weight, scales and zero points included, of the modules that match `pattern` (None: of all modules).
+    """Bits per weight, including scales and zero points, of some modules of a checkpoint.
 
-    If `experts` is True, only routed experts have these bits. `fp8` is True if activations have 8 bits too.
+    These are the modules whose names match `pattern`, or all modules if it is None. If `experts` is True, the scheme
+    holds only for routed experts. `fp8` is True if activations are quantised to 8 bits too.
     """
 
     bits: Bits
@@ -60,10 +61,11 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Format of a quantised checkpoint. Of the `schemes` that apply to a module, the first one counts.
+    """Format of a quantised checkpoint.
 
-    `known` is False for an unknown format. `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache; fp8
-    weights alone do not imply such scales. `kv_doubt` says why the type of KV is unclear; None if it is clear.
+    If several of the `schemes` apply to a module, the first of them holds. `known` is False for an unknown format.
+    `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache; fp8 weights alone do not imply such scales.
+    `kv_doubt` says why the type of KV is unclear; None if it is clear.
     """
 
     method: str
@@ -197,7 +199,10 @@ def _fp8_kv(stated: Mapping[str, Any], method: str) -> bool | None:
 
 
 def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
-    """Yield the schemes in a quantization_config: of modules that are not quantised, then those of its quant_method."""
+    """Yield the schemes that a quantization_config describes.
+
+    Schemes of modules that are not quantised come first, then the schemes in the settings of the quant_method.
+    """
     get = settings.get
     yield from (Scheme(None, pattern=_module_pattern(name)) for name in _ignored(settings))
     match method:

@@ -95,10 +95,10 @@ def changes(
 ) -> list[Change]:
     """Return the changes that would make `demand` fit, the cheapest first.
 
-    Changes that cost only memory margin, prefill speed or concurrency beyond the demand come first, then narrower
-    dtypes. If none of these suffices alone, they are combined. Next come a shorter context and fewer users at the same
-    time, the smallest GPU of `gpus` (name, memory) that suffices, and several devices. A context or a number of users
-    below half the demand comes last.
+    The cheapest cost only memory margin, prefill speed or concurrency beyond the demand. Narrower dtypes follow. If no
+    such change suffices alone, the next one is a combination of them. Then come a shorter context and fewer users at
+    the same time, the smallest GPU of `gpus` (name, memory) that suffices, and several devices. A context or a number
+    of users below half the demand comes last.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.fewer_states(), *search.narrower_types()]
