@@ -165,7 +165,10 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the mean time between the ends of the latest sequences, in seconds, but at least 1."""
+        """Return the seconds after which a refused request may be sent again, at least 1.
+
+        This is the mean time between the ends of the latest sequences.
+        """
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]

@@ -57,7 +57,7 @@ def paged_attention(
     `window`, to the keys p - window + 1 to p (transformers' `sliding_window`). Query head h uses KV head h // (heads //
     kv_heads).
 
-    A backend may accept as `work` what its `prepare_attention` returned for this batch and window.
+    `work` is the result of the same backend's `prepare_attention` for this batch and window, which may save time.
 
     - softcap: a scaled score s becomes softcap * tanh(s / softcap) (Gemma-2).
     - sinks: each head's sink is one more logit in the denominator of the softmax, without a value (gpt-oss).
@@ -94,7 +94,10 @@ def paged_attention(
 
 
 def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> None:
-    """Prepare the attention of a batch once for all layers with this window. The result is for `paged_attention`."""
+    """Return what `paged_attention` takes as `work`, the same for all layers with this window.
+
+    The reference returns None, because it has nothing to prepare.
+    """
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -286,7 +289,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) x up, [T, N]. A row of `gate_up` [T, 2 N] has the gate's N numbers, then those of up."""
+    """Return activation(gate) x up, [T, N]. A row of `gate_up` [T, 2 N] has the N numbers of gate, then the N of up."""
     gate, up = gate_up.float().chunk(2, dim=1)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return (gate * up).to(gate_up.dtype)

@@ -38,8 +38,8 @@ def is_greedy(sampling: SamplingParams) -> bool:
 class PendingSample:
     """Sampled tokens that the device may still be computing. Nothing here waits for the device except `collect`.
 
-    `token_ids` [R] (int64, on the device) are the ids, row i those of sequences[i] of `Sampler.enqueue`. Each is a
-    valid id, also in a row that failed, so that the next step can take its input from them before `collect`.
+    `token_ids` [R] has the sampled ids (int64, on the device), entry i for sequences[i] of `Sampler.enqueue`. A
+    sequence without a usable token has a valid id too, so that the next step can read `token_ids` before `collect`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PendingSample:
 class Sampler:
     """Sampler of the next tokens of sequences. Its only state is the token counts of sequences with penalties.
 
-    `rows_at_once` is the number of rows of which it holds fp32 copies at a time.
+    It holds fp32 copies of at most `rows_at_once` rows at a time.
     """
 
     def __init__(self, rows_at_once: int = 1 << 31) -> None:
@@ -110,7 +110,7 @@ class Sampler:
 
 
 def result_of(outcome: int) -> RowResult:
-    """Return the result of a row. `outcome` is its token id, NOT_FINITE or BARRED."""
+    """Return the result of a row. `outcome` is its token id, or the reason why it has none (NOT_FINITE, BARRED)."""
     if outcome == NOT_FINITE:
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
     if outcome == BARRED:

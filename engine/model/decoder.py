@@ -36,11 +36,12 @@ class Product(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer. `next_norm` has the weights of the norm after the layer's MLP: the next layer's, or the last norm's.
+    """One layer: its matrix products, norm weights and attention.
 
-    `attention_norm` and `mlp_norm` are the weights with which a branch is normalised before it is added to the
-    residual, or None. `head_norms` are options of `rotate_and_write`. `rotary` is the number of the layer's rotary
-    embedding.
+    `attention_norm` and `mlp_norm` are the weights of the norms of the outputs of attention and MLP, each None if the
+    output is added to the residual as it is. `middle_norm` are the weights of the norm before the MLP, and `next_norm`
+    those of the norm after it: the first norm of the next layer, or the model's last norm. `head_norms` has the
+    arguments of `rotate_and_write` that normalise heads. `rotary` is the index of the layer's rotary embedding.
     """
 
     project: Product
@@ -167,7 +168,10 @@ def _rotary(layer: LayerParts) -> str | bool | None:
 
 
 def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None:
-    """Raise UnknownStructureError for attention that the decoder does not know."""
+    """Raise UnknownStructureError for attention that the decoder cannot compute.
+
+    `rotated` has the number of rotated dimensions of a head for each rotary embedding.
+    """
     for shape, _, _, has_sinks in calls:
         if has_sinks:
             raise UnknownStructureError("attention has sinks")

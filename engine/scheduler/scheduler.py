@@ -120,7 +120,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def idle_until(self) -> float | None:
-        """Return until when (engine's clock) an idle engine should wait for requests to batch; None: not at all."""
+        """Return the time (engine's clock) until which an idle engine waits for more requests; None if it does not."""
         first = self.waiting.first_arrival
         if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
             return None
@@ -301,9 +301,9 @@ class Scheduler:
         tokens of the failed step.
 
         The steps may have done any part of their work. The KV that they computed is in blocks that no lookup finds, and
-        later steps compute these tokens again. The KV that they copied may be incomplete. So requests into whose blocks
-        the steps were to copy KV are preempted, and KV that they were to save in host memory is dropped. Later steps
-        compute both again.
+        later steps compute these tokens again. The KV that they copied may be incomplete. So each request into whose
+        blocks the steps were to copy KV is preempted, and KV that the steps were to save in host memory is dropped.
+        Later steps compute this KV again.
 
         Later steps have at most half of the plan's tokens (see `Pacer.lower`). Further requests are preempted until one
         token of each running request fits in such a step. The next step admits requests only if none is running.

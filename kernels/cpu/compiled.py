@@ -107,7 +107,7 @@ def put_float32(array: Any, index: Any, value: Any) -> None:
 
 
 def put_bfloat16(array: Any, index: Any, value: Any) -> None:
-    """Round to the nearest bfloat16, to the even one of two; a NaN stays a NaN."""
+    """Set array[index] to the bits of the nearest bfloat16, the even one of two equally near; a NaN stays a NaN."""
     bits = np.float32(value).view(np.uint32)
     odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16)

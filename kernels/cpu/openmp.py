@@ -41,7 +41,7 @@ def load_runtime() -> ctypes.CDLL | None:
 
 
 def arguments_type(addresses: Sequence[str], sizes: Sequence[str], floats: Sequence[str] = ()) -> Any:
-    """Return a class of records that `run` passes to a body, for fields in this order, followed by num_threads.
+    """Return a class of records with these fields and, last, num_threads; `run` passes such a record to a body.
 
     Addresses and sizes are intp, `floats` are float32. The class attribute `dtype` describes a record to Numba.
     """
@@ -55,11 +55,11 @@ def arguments_type(addresses: Sequence[str], sizes: Sequence[str], floats: Seque
 def run(body: Any, arguments: Any, *, parallel: bool) -> None:
     """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
 
-    `parallel` selects all threads, if torch's runtime has GOMP_parallel. `run` never passes a smaller number to
-    GOMP_parallel, because libgomp would end the unused threads. Otherwise the work should be short, because the call
-    keeps the GIL: another thread would hold a released GIL for longer than the work takes. `body` gets a pointer to
-    `arguments`, a record of a class from `arguments_type`, of which `run` sets the field num_threads. In `body`,
-    thread_num() returns the number of the thread.
+    With `parallel`, all of torch's threads call it if torch's runtime has GOMP_parallel; with fewer threads, libgomp
+    would end the unused ones. Without `parallel`, the calling thread keeps the GIL, because another thread would hold a
+    released GIL for longer than the work takes, so the work should be short. `body` gets a pointer to `arguments`, a
+    record of a class from `arguments_type`; `run` sets its field num_threads. In `body`, thread_num() returns the
+    number of the thread.
     """
     runtime = load_runtime() if parallel else None
     if runtime:
@@ -72,7 +72,7 @@ def run(body: Any, arguments: Any, *, parallel: bool) -> None:
 
 @cache
 def alone(body: Any, releases_gil: bool) -> Callable[[int], None]:
-    """Return a Python function that calls the cfunc `body`."""
+    """Return a Python function that calls the cfunc `body`, and releases the GIL meanwhile if `releases_gil`."""
     prototype = ctypes.CFUNCTYPE if releases_gil else ctypes.PYFUNCTYPE
     return prototype(None, ctypes.c_void_p)(body.address)
 

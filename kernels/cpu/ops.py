@@ -22,7 +22,10 @@ sample = sampling.sample
 
 
 class Work(NamedTuple):
-    """Work lists of a batch: (tokens, sequence, context) of each prefill chunk, and the rows of all other sequences."""
+    """Work lists of a batch: its prefill chunks, and the rows of all other sequences.
+
+    For each chunk, `chunks` has the slice of its tokens, the index of its sequence, and the sequence's context length.
+    """
 
     chunks: list[tuple[slice, int, int]]
     listed: RowList
@@ -133,7 +136,7 @@ def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
 
 
 def bits(tensor: Tensor) -> Any:
-    """Return a NumPy view of the tensor's memory as integers. Numba cannot read bfloat16 and float16."""
+    """Return a NumPy view of the tensor's memory as integers, because Numba cannot read bfloat16 and float16."""
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
 
 

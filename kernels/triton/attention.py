@@ -137,7 +137,8 @@ def visit_keys(
 ):
     """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total of each row.
 
-    Without MASKED, all rows must attend to all these keys, a multiple of BLOCK_N. Without softcap, `scale` has log2 e.
+    Unless MASKED, each row must attend to all of these keys, and their number must be a multiple of BLOCK_N. Unless
+    SOFTCAP, `scale` must contain the factor log2 e.
     """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
@@ -300,8 +301,9 @@ def attend_kernel(
     SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Compute the attention of one tile and KV head over one split of the keys. These three are the program ids.
+    """Compute the attention of one tile and KV head over one split of the keys.
 
+    The program ids are the numbers of the tile, the KV head and the split.
     Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
     """
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP

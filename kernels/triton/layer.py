@@ -12,7 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def normalise(x, weight, inside, numbers, size, eps, offset):
-    """Return the RMS norm of a row x, of which `size` numbers are inside, with weights `weight + offset`."""
+    """Return the RMS norm of a row of `size` numbers, with weights `weight + offset`.
+
+    `x` has the row, padded with zeros. `numbers` are the indices in `x`, and `inside` is False for padding.
+    """
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     return x * scale * (tl.load(weight + numbers, mask=inside, other=0.0).to(tl.float32) + offset)
 
@@ -69,7 +72,7 @@ def rotary_kernel(
 ):
     """Compute `reference.rotate_and_write` of one vector. Token and head are the program ids.
 
-    The heads are those of the query, then the key's, then the value's. A program holds the two halves of its vector.
+    Query heads have the first numbers, then key heads, then value heads. A program holds its vector in two halves.
     """
     HALF: tl.constexpr = DIM // 2
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -15,7 +15,8 @@ MAX_SPLITS = 64
 class Tiling(NamedTuple):
     """Sizes of the tiles of one launch: block_m rows (queries x query heads of one KV head) and block_n keys.
 
-    Head sizes of keys are padded to block_d, those of values to block_v. `splits` programs share the keys of a tile.
+    The head size of keys is padded to block_d, the head size of values to block_v. `splits` programs share the keys of
+    a tile.
     """
 
     block_m: int
