@@ -23,8 +23,9 @@ DEFINITIONS = {
 class TargetState(NamedTuple):
     """State of a target at `time` in seconds. A value that the target does not report is None.
 
-    `kv_held`, `kv_empty` and `kv_cached` are shares of all KV memory. Requests hold `kv_held`, of which `kv_empty` has
-    no KV in it yet. Only the prefix cache holds `kv_cached`.
+    The last three values are shares of all KV memory. `kv_held` is the share that requests hold, including room in
+    which there is no KV yet. `kv_empty` is the share of that room. `kv_cached` is the share that only the prefix cache
+    holds.
     """
 
     time: float

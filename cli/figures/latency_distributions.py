@@ -84,7 +84,7 @@ def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start:
 
 
 def latency_samples(latencies: Sequence[RequestLatency]) -> dict[str, list[tuple[float, ...]]]:
-    """Return the samples of each latency in seconds: by name ("ttft", "itl", "tpot", "e2e"), then by request."""
+    """Return the samples of "ttft", "itl", "tpot" and "e2e" in seconds: for each name, one tuple per request."""
     return {
         "ttft": [(one.ttft,) for one in latencies],
         "itl": [one.itl for one in latencies if one.itl],

@@ -45,8 +45,8 @@ class Place(Flag):
 class Figure:
     """Figure of a run. `name` is the JSON key of the figure, `label` its name in tables.
 
-    `definition` maps each term that is printed with the figure to a sentence. If the JSON value is an object,
-    `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
+    `definition` has the definitions that reports print with the figure: it maps each term to a sentence. If the JSON
+    value is an object, `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
     """
 
     name: str
@@ -294,7 +294,7 @@ def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
 
 
 def definitions_in(places: Place, run: MeasuredRun | None = None) -> dict[str, str]:
-    """Return the definitions of the figures shown in these places. With `run`, skip figures that this run lacks."""
+    """Return the definitions of the figures shown in these places. With `run`, skip figures that the run does not have."""
     found: dict[str, str] = {}
     for figure in figures_in(places):
         if run is None or figure.get(*run) is not None:

@@ -76,11 +76,11 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
 
 
 def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
-    """Return the number of arrivals per second from the first arrival in `window` to the end of `window`.
+    """Return how much arrived per second from the first arrival in `window` to the end of `window`.
 
-    An arrival is that of tokens, or the end of a request. If the interval is shorter than STEADY_SHARE of the run, or
-    `window` is None, the rate is measured within `whole`, the whole run, instead. Returns None if the interval in
-    `whole` is too short as well.
+    `arrivals` are the arrivals of tokens, or the ends of requests. If the interval is shorter than STEADY_SHARE of the
+    run, or `window` is None, the rate is measured within `whole`, the whole run, instead. Returns None if the interval
+    in `whole` is too short as well.
     """
     for low, high in (whole,) if window is None else (window, whole):
         # 1e-9 allows for rounding of times that were summed in another order.

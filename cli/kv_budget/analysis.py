@@ -78,7 +78,7 @@ class BudgetAnalysis:
         return changes(self.planner, self.config, self.device, self.demand, known)
 
     def notes(self) -> Iterator[str]:
-        """Yield the notes for the report: first those of the plan, then those on the layers, device and engine."""
+        """Yield the notes for the report: on the plan, the layers, the device, and what `llmsched serve` can do."""
         plan = self.plan
         if self.planner.origin == SHIPPED:
             yield f"config.json of {self.spec} is {SHIPPED}; the hub was not asked"

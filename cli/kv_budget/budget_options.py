@@ -151,9 +151,11 @@ class BudgetOptions:
         return [gpu_device(_find_gpu("simulate", (self.simulate or "").partition(":")[0], ", or local"))]
 
     def distribution(self, config: EngineConfig) -> LengthDistribution | None:
-        """Return the request lengths of --lengths, else of --mean-len and --cv-len if both are given, else None.
+        """Return the request lengths that the flags describe, or None if they do not describe any.
 
-        Raises ConfigError if the file of --lengths is not valid, or if --mean-len exceeds max_model_len.
+        The lengths are those in the file of --lengths. Without this flag, they have the mean --mean-len and the
+        coefficient of variation --cv-len, if both are given. Raises ConfigError if the file is not valid, or if
+        --mean-len exceeds max_model_len.
         """
         limit = config.max_model_len
         if self.mean_len is not None and limit is not None and self.mean_len > limit:
@@ -184,7 +186,7 @@ def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
 
 
 def read_lengths(path: Path) -> LengthDistribution:
-    """Return the lengths of the requests in a trace or in a file of lengths, each at least 1 token.
+    """Return the lengths of the requests in a trace or in a file of lengths. A length of 0 becomes 1.
 
     Raises ConfigError if the file cannot be read, or if it states the output length of only some requests.
     """

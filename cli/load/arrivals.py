@@ -74,7 +74,7 @@ class Arrivals:
 
     @property
     def mean_rate(self) -> float:
-        """Mean requests per second over a whole ramp or day."""
+        """Mean requests per second over a whole ramp or over a whole period of "daynight"."""
         return self.rate if self.ramp_to is None else (self.rate + self.ramp_to) / 2
 
     def describe(self) -> str:

@@ -57,8 +57,8 @@ class Load(Schedule, ABC):
         """Return the requests in the order of their offsets.
 
         Random prompts are drawn from the token ids `ids`, or from words if `ids` is None. `encode` turns the texts of a
-        trace into token ids; if `ids` or `encode` is None, they are sent as text. `encode` also counts the tokens of a
-        trace's answers; if it is None, each word of an answer counts as one token.
+        trace into token ids; if `ids` or `encode` is None, the texts are sent as they are. `encode` also counts the
+        tokens of a trace's answers; if it is None, each word of an answer counts as one token.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [

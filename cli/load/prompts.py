@@ -190,7 +190,7 @@ class TextPrompt(Prompt):
 def repeated_share(prompts: Iterable[Prompt]) -> float:
     """Return the share of all prompt tokens that an unlimited prefix cache, empty at first, could serve.
 
-    For each prompt, that is the longest beginning that it shares with an earlier prompt. The order of the prompts does
+    It could serve the longest beginning of each prompt that an earlier prompt has too. The order of the prompts does
     not change the share. So the prompts are sorted, which puts each one next to the prompt with which it shares the
     most. Given texts are counted in bytes.
     """

@@ -22,8 +22,8 @@ _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)(?:,(\d+))?")
 class RandomLengths:
     """Distribution of lengths in tokens from `low` to `high`. If `high` is None, the longest is MOST_TOKENS.
 
-    It is uniform if `mean` is None, else log-normal. `mean` is in tokens, before lengths are rounded and clipped to
-    low..high. `sigma` is the standard deviation of the logarithm of a length.
+    The distribution is uniform if `mean` is None, else log-normal. `mean` is in tokens, before lengths are rounded and
+    clipped to low..high. `sigma` is the standard deviation of the logarithm of a length.
     """
 
     low: int

@@ -37,7 +37,10 @@ ModelArgument = Annotated[
 
 
 def resolve_model(argument: str | None) -> str:
-    """Return `argument`, else $LLMSCHED_MODEL, else "demo". Without an argument, print the model on stderr."""
+    """Return `argument` or, without one, the value of $LLMSCHED_MODEL or "demo".
+
+    If there is no argument, print the chosen model on stderr.
+    """
     if argument:
         return argument
     if model := os.environ.get("LLMSCHED_MODEL"):

@@ -46,8 +46,7 @@ _MAX_TOKENS = 1_000_000
 async def read_answer(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
     """Record the chunks, the usage and the end of an answer. `now` returns the event loop's time in seconds.
 
-    Raises RequestFailed unless the answer is a stream that has at least one token and ends with [DONE], or with a
-    finish reason before the end of the response.
+    Raises RequestFailed if the answer is not a stream, has no token, or ends with neither [DONE] nor a finish reason.
     """
     if response.status_code != httpx.codes.OK:
         await response.aread()

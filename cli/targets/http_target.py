@@ -64,8 +64,8 @@ class HttpOptions:
     `url` may end in /v1 or in an endpoint below it. If `model` is None, requests name the first model that the server
     lists. `ignore_eos` asks for answers of the exact length, and `ask_usage` for token counts. `tokenizer` names a
     model: random prompts are drawn from its vocabulary, and its tokenizer encodes the texts of a trace.
-    `lookup_timeout` is in seconds, for requests that are not part of the load. `timelines` asks an llmsched server for
-    its scheduler's decisions after the load.
+    `lookup_timeout` is in seconds, for requests that are not part of the load. If `timelines` is True, an llmsched
+    server is asked, after the load, what its scheduler decided about each request.
     """
 
     url: str
@@ -120,7 +120,7 @@ class HttpTarget:
         )
 
     async def connect(self) -> None:
-        """Look up the model and the kind of server in /v1/models. Not every server has this route, so it may fail.
+        """Look up the model and the kind of server in /v1/models. A server without this route is accepted.
 
         Raises TargetUnreachableError if the server accepts no connection.
         """

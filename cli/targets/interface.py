@@ -60,8 +60,8 @@ class RunPlan:
     """Plan of a run: the load, the SLOs against which it is measured, and how to send it to any kind of target.
 
     `timeout` is in seconds per request. `warmup` is the number of warm-up requests (None: the target's usual number).
-    `timelines` asks an llmsched server for its scheduler's decisions after the load. If `partial` is set and the user
-    interrupts the load, the requests that have ended are measured.
+    If `timelines` is True, an llmsched server is asked, after the load, what its scheduler decided about each request.
+    If `partial` is True and the user interrupts the load, the requests that have ended are measured.
     """
 
     workload: Load

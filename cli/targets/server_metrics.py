@@ -31,7 +31,10 @@ _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 
 
 class ServerMetrics:
-    """Metrics of a server: `values` maps a name without a prefix such as `vllm:` to one number per set of labels."""
+    """Metrics of a server.
+
+    `values` maps the name of each metric, without a prefix such as `vllm:`, to its values, one per set of labels.
+    """
 
     def __init__(self, values: Mapping[str, Sequence[float]]) -> None:
         self._values = values

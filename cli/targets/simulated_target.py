@@ -149,7 +149,11 @@ class TextEncode:
 
 @cache
 def _encoder(model: str, warn: Warn) -> TextEncoder:
-    """Return the encoder for a model. A hub id gets a WordEncoder, because a simulation fetches only config.json."""
+    """Return the encoder of texts for a model. `warn` is called if the model's tokenizer is not on this disk.
+
+    In this case, the result is a WordEncoder. Models named by a hub id always get one, because a simulation fetches
+    only their config.json.
+    """
     path = Path(os.path.expanduser(model))
     with suppress(ConfigError):
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":

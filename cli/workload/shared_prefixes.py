@@ -39,7 +39,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Figures of an unlimited prefix cache that serves each request from all requests before it.
+    """Figures of an unlimited prefix cache that keeps the KV of all earlier requests.
 
     `hit_rate` is the share of prompt tokens served from whole cached blocks. `distinct_tokens` is the number of tokens
     in the cache at the end. `pin` is the prefix that saves the most prompt tokens; None if too few requests share one.

@@ -103,9 +103,10 @@ def inner_size(fields: Fields) -> int:
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """Return the longest context in tokens: the smaller of max_position_embeddings and `rotary_limit`; None if unset.
+    """Return the longest context in tokens and, in a tuple, a note on it, if there is one.
 
-    Also returns a note if `rotary_limit` is the smaller.
+    The longest context is the smaller one of max_position_embeddings and `rotary_limit`, None if both are unset. The
+    note says that `rotary_limit` is the smaller one.
     """
     stated = fields.get("max_position_embeddings")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)

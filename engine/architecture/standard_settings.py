@@ -1,4 +1,4 @@
-"""Conversion of a config's settings to standard names, and to a list of values if they differ from layer to layer.
+"""Conversion of a config's settings to standard names and forms.
 
 Configs spell the layers of a model in several ways: a number for all layers, a list with a value for each, a list of
 descriptions (block_configs), or lists of layer numbers (linear_attn_config). `standardise` rewrites all of them as the
@@ -96,7 +96,10 @@ def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
 
 
 def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
-    """Return an MLP's width: the stated one, else 2/3 of ffn_mult x hidden_size, rounded up to a multiple of 256."""
+    """Return the width of an MLP, which its block states or gives as ffn_mult.
+
+    ffn_mult means 2/3 of ffn_mult x hidden_size, rounded up to a multiple of 256. The width of a missing MLP is 0.
+    """
     if mlp.get("no_op"):
         return 0
     if mlp.get("intermediate_size"):

@@ -104,10 +104,10 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 
 
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
-    """Return the number of parameters of each module of a model, by name, and notes.
+    """Return the number of parameters of each module of a model, by name, and notes for the user.
 
-    The numbers come from families.FAMILIES or, for other models, from a model built on the meta device. They are empty
-    if neither is possible. The notes say what is not counted or is assumed.
+    The numbers come from families.FAMILIES or, for other models, from a model built on the meta device. If neither is
+    possible, the mapping is empty. The notes say what is not counted or is assumed.
     """
     counted = count_parameters(fields)
     encoders = encoder_parameters(fields.content)

@@ -59,7 +59,8 @@ def activation_bytes(
     """Return the peak bytes of a step of `num_tokens` tokens and `num_seqs` sequences of at most `context` tokens.
 
     `dtype_bytes` is the size of one number in weights and activations. `float32_products` is True if the device
-    computes products of 16-bit numbers in fp32. `logits_bytes` is the device's `logits_limit`.
+    computes products of 16-bit numbers in fp32. `logits_bytes` limits the size of one fp32 copy of logits (see
+    `logits_limit`).
     """
     mlp = mlp_bytes(shape, num_tokens, dtype_bytes)
     if float32_products:

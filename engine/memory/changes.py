@@ -288,9 +288,10 @@ def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory
 def config_for_demand(
     config: EngineConfig, given: Mapping[str, Any], users: int | None, context: int | None
 ) -> EngineConfig:
-    """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`; None sets nothing.
+    """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`.
 
-    Settings that the user chose (`given`) are not changed. Raises ConfigError if one of them is below the demand.
+    A setting stays as it is if its new value is None, or if the user chose it (`given`). Raises ConfigError if a chosen
+    setting is below the demand.
     """
     demands: tuple[tuple[str, str, Any, bool, str], ...] = (
         ("max_model_len", "context", context, config.max_model_len is not None, " tokens"),

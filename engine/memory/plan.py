@@ -107,7 +107,10 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens for which KV blocks have room. With sliding windows, one sequence can have more tokens."""
+        """Number of tokens for which KV blocks have room.
+
+        One sequence can be longer if it has sliding windows, because layers with a window keep only its last tokens.
+        """
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property
@@ -168,7 +171,7 @@ class Reconciled:
 
     @property
     def ratio(self) -> float | None:
-        """Measured bytes divided by planned bytes, or None if no bytes are measured or planned."""
+        """Measured bytes divided by planned bytes; None if the former are unknown or the latter are 0."""
         return None if self.actual is None or not self.predicted else self.actual / self.predicted
 
     @property

@@ -85,7 +85,8 @@ def plan_memory(
     model's limit, or the longest sequence that fits if that is shorter. With `profile`, the memory besides weights and
     KV is that of vLLM on a GPU.
 
-    Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model without any cache.
+    Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model that needs neither KV nor
+    recurrent state.
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
@@ -153,7 +154,8 @@ def _plan_for_context(
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if the blocks are too few.
 
-    If the user did not set max_model_len, the plan sets or lowers it to the longest sequence that fits.
+    If the user did not set max_model_len and the model's longest context does not fit or is unknown, max_model_len
+    becomes the longest sequence that fits.
     """
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:
@@ -293,7 +295,8 @@ def open_planner(
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None, str]:
     """Return the content of config.json, the directory of the weight files (None: unknown), and the content's origin.
 
-    For a hub id, the hub's cache on this machine comes first, then the configs shipped with llmsched, then the hub.
+    For a hub id, config.json is looked for in the hub's cache on this machine, then among the configs shipped with
+    llmsched, and last on the hub.
     """
     path = Path(os.path.expanduser(spec))
     if path.is_dir() or path.name == "config.json":

@@ -5,9 +5,10 @@ vLLM computes a step of max_num_batched_tokens tokens, samples max_num_seqs full
     max(MLP as in activations.py, sampler_copies x sequences x vocab x 4 bytes) + what libraries hold outside torch
 
 The CUDA context is not in this sum: vLLM measures only what is added after the context exists. Logs of versions up to
-0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, so its plans count 9.6 copies,
-and no log of 0.17 has more than 512 rows. tests/memory/test_published_logs.py names the few logs to which these
-constants were fitted, and checks the sum against all others.
+0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, so plans for 0.16 count 9.6
+copies. The 3.9 copies are known only for up to 512 rows, the most in any log of 0.17.
+tests/memory/test_published_logs.py names the few logs to which these constants were fitted, and checks the sum against
+all others.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ _LARGE = 70 << 30
 
 @dataclass(frozen=True, slots=True)
 class VllmProfile:
-    """Start-up profile of the vLLM versions that `versions` names, with the number of fp32 copies of the logits."""
+    """Start-up profile of some vLLM versions, which `versions` names.
+
+    `sampler_copies` is the number of fp32 copies of the logits that these versions hold at the peak.
+    """
 
     versions: str
     sampler_copies: float
 
     def activation_bytes(self, shape: ModelShape, num_tokens: int, num_seqs: int, dtype_bytes: int) -> int:
-        """Return the peak bytes of the profile's step of `num_tokens` tokens and its `num_seqs` rows of logits."""
+        """Return the peak bytes of a step of `num_tokens` tokens that samples `num_seqs` rows of logits."""
         rows = min(num_seqs, num_tokens)
         return max(mlp_bytes(shape, num_tokens, dtype_bytes), int(self.sampler_copies * rows * shape.vocab_size * 4))
 

@@ -1,4 +1,4 @@
-"""Comparison of engine settings (variants). In each round, all variants serve the same requests in turn."""
+"""Comparison of engine settings (variants). In each round, one variant after another serves the same requests."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _SHORT = 16
 
 
 def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
-    """Return the JSON report: `runs` in the order of the command line, and `ratios` of the later runs to the first.
+    """Return the JSON report: `runs` in the order of the command line, and `ratios` of each later run to the first.
 
     Each run has the keys of `bench --json`, computed over all rounds, and a key `rounds` with the main figures of each
     round. A ratio is null if it is undefined.

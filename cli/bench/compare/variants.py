@@ -28,8 +28,8 @@ class Variant:
 def parse_variants(text: str) -> list[Variant]:
     """Parse variants such as "static, continuous" or "fair; fair max_num_batched_tokens=512 headroom=20%".
 
-    Raises LlmschedError for fewer than two variants, and for a setting that is unknown, invalid or ignored by the
-    policy.
+    Raises LlmschedError for fewer than two variants, and for a setting that is unknown or invalid, or that has no
+    effect under the variant's scheduling policy.
     """
     parts = [" ".join(part.split()) for part in re.split(r"[,;]", text)]
     if "" in parts or len(parts) < 2:

@@ -23,11 +23,11 @@ class KneeGoal:
     """Goal and range of a knee search. Rates are in requests per second.
 
     A rate meets the goal if at least the share `attainment` of its requests meets every SLO; otherwise it misses the
-    goal. The search starts at `start` (default: `low`). It multiplies the rate by `factor` after each attempt that
-    meets the goal, and divides the rate by `factor` after each attempt that misses it, until it has seen both. The
-    search ends when the lowest rate that misses the goal is at most `tolerance` (a share) above the highest that meets
-    it. With `repeat`, these two rates are then tried once more. Raises LlmschedError, which names the flag and its
-    range, for a value out of range.
+    goal. The search starts at `start` (default: `low`). It goes up by `factor` as long as all rates meet the goal, or
+    down by `factor` as long as all rates miss it. Then it narrows the interval between the highest rate that meets the
+    goal and the lowest rate that misses it, until the second is at most `tolerance` (a share) above the first. With
+    `repeat`, both are then tried once more. Raises LlmschedError, which names the flag and its range, for a value out
+    of range.
     """
 
     low: float

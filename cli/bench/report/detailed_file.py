@@ -22,7 +22,7 @@ _EVENTS = ("scheduled", "ready", "connecting", "connected", "sent", "end")
 
 
 def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]:
-    """Yield the lines of the file. `report` is the JSON report of the run. Times are in seconds after its start."""
+    """Yield the lines of the file. Times are in seconds after the start of the run, whose JSON report is `report`."""
     experiment, figures = run
     yield _line({"kind": "run", "format": FORMAT, "report": report})
     served = {one.record.index: one for one in figures.served}

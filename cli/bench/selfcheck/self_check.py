@@ -1,8 +1,8 @@
 """Self-check of `bench`: probes load a server with known timing and compare the figures with the server's log.
 
 The server follows a script. On a busy machine, it may write late, so the figures are compared with the times that it
-logged, not with the script. The client may be late, too. If such a delay explains an error, the error is "disturbed",
-not "wrong", and the probe is repeated.
+logged, not with the script. The client may be late, too. If such a delay explains the error of a figure, the verdict on
+the figure is "disturbed", not "wrong", and the probe is repeated.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class FigureCheck:
     """Check of one figure. Times are in ms, rates per second.
 
     `measured` is the value that `bench` computed, `server` the value by the server's log, and `script` the value that a
-    server on time would give. The error is `measured` - `server`. It is right up to `allowed`. If it exceeds `allowed`
-    by at most `excuse`, other work on the machine may be the cause.
+    server on time would give. The error is `measured` - `server`. If its size is at most `allowed`, the figure is
+    right. If it is above `allowed` by at most `excuse`, other work on the machine may be the cause.
     """
 
     probe: str

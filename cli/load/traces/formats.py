@@ -89,7 +89,7 @@ class Format:
     """File format of traces. `rows` yields the records of a file, `requests` returns the requests of a record.
 
     The requests of a record have an offset of 0. `time` returns the name of the field with the record's timestamp, or
-    None. `unit` is the unit of timestamps that are numbers: in all files if `fixed_unit` is True, else in most files.
+    None. `unit` is the usual unit of timestamps that are numbers; if `fixed_unit` is True, no file has another one.
     `block_tokens` is the usual number of tokens per block, None without blocks. The functions raise TraceError for a
     bad record.
     """

@@ -61,7 +61,7 @@ class TraceRequest:
 class Trace:
     """Requests of a file, in the order of their offsets. `timed` is True if the file states their times.
 
-    Each entry of `hash_ids` names a block of `block_tokens` tokens. The last block of a prompt may be shorter. `notes`
+    The `hash_ids` of a request name blocks of `block_tokens` tokens. The last block of a prompt may be shorter. `notes`
     say how the file was understood, and what was left out.
     """
 
