@@ -294,7 +294,7 @@ def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
 
 
 def definitions_in(places: Place, run: MeasuredRun | None = None) -> dict[str, str]:
-    """Return the definitions of the figures shown in these places. With `run`, skip figures that the run does not have."""
+    """Return the definitions of the figures shown in these places. With `run`, skip the figures that it lacks."""
     found: dict[str, str] = {}
     for figure in figures_in(places):
         if run is None or figure.get(*run) is not None:

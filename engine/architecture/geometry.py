@@ -129,7 +129,9 @@ class Geometry:
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of KV and state for `length` tokens, if layers with a window keep only the KV inside it."""
+        """Return the bytes of KV and state for `length` tokens, if a layer with a window keeps only the KV inside its
+        window.
+        """
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 

@@ -171,7 +171,7 @@ class Reconciled:
 
     @property
     def ratio(self) -> float | None:
-        """Measured bytes divided by planned bytes; None if the former are unknown or the latter are 0."""
+        """Measured bytes divided by planned bytes; None if nothing was measured or nothing was planned."""
         return None if self.actual is None or not self.predicted else self.actual / self.predicted
 
     @property
