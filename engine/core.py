@@ -180,9 +180,9 @@ class Engine(StepLoop):
         """Compute one step and return the new outputs.
 
         Returns an empty list while the scheduler waits for more requests (see `idle_until`), and for a step whose
-        requests have all ended. If this method raises an
-        exception, the engine cannot continue. If the text of an output cannot be made, only that sequence ends, with
-        FinishReason.ERROR. An error in the statistics is only logged.
+        requests have all ended. If this method raises an exception, the engine cannot continue. If the text of an
+        output cannot be made, only that sequence ends, with FinishReason.ERROR. An error in the statistics is only
+        logged.
         """
         if self.idle_until() is not None:
             return []

@@ -16,8 +16,8 @@ class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
     The target `itl` applies to one statistic of the request's ITL samples, `itl_statistic`: "mean", "max" or a
-    percentile such as "p99". `reader_speed`, in tokens per second, sets how fast `reading_waits` assumes that a
-    user reads. Raises LlmschedError for an unknown statistic or a speed that is not above 0 and finite.
+    percentile such as "p99". `reader_speed`, in tokens per second, sets how fast `reading_waits` assumes that a user
+    reads. Raises LlmschedError for an unknown statistic or a speed that is not above 0 and finite.
     """
 
     ttft: float | None = None

@@ -54,8 +54,8 @@ class PromptChange:
 class PromptChanges:
     """Periodic check of recent prompts for an early token at which they differ; a finding is a PromptChange.
 
-    A PromptChange is logged, unless its position is less than SPREAD tokens from the position that was logged last.
-    If `quote_prompts` is set, the PromptChange and the log contain text of prompts.
+    A PromptChange is logged, unless its position is less than SPREAD tokens from the position that was logged last. If
+    `quote_prompts` is set, the PromptChange and the log contain text of prompts.
     """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:

@@ -150,9 +150,8 @@ class Request(Sequence):
     tokens, as soon as the launched steps are computed. The step that computes the last token of the sequence samples a
     new token. Times are in seconds of the engine's clock. `rank` orders the queue (lowest first). `num_passed` counts
     the requests that were admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens
-    at the last preemption.
-    While the request waits, `encoded` has its token ids as bytes for prefix lookups, and `swapped` has its KV if the KV
-    was copied to host memory.
+    at the last preemption. While the request waits, `encoded` has its token ids as bytes for prefix lookups, and
+    `swapped` has its KV if the KV was copied to host memory.
     """
 
     arrival_time: float = 0.0

@@ -32,9 +32,8 @@ class StepLoop:
 
     With async_scheduling and an executor that looks ahead, the loop keeps one step in flight: it launches the next step
     before it waits for the results of the present one. So the device computes while the engine applies and sends these
-    results. Where the next plan depends on the results (see `Scheduler.schedule`), nothing is launched before they are
-    known. Between two steps, the scheduler's state is that after the last results, and says nothing about the step in
-    flight.
+    results. If the next plan depends on the results (see `Scheduler.schedule`), nothing is launched before they are
+    known. Between two calls of `run_step`, the scheduler does not count the tokens of the step in flight as computed.
     """
 
     #: Most attempts at a step that runs out of memory. Each has at most half of the tokens of the one before it.
@@ -104,8 +103,8 @@ class StepLoop:
     def run_step(self) -> tuple[StepPlan, list[Update]]:
         """Compute a step and update the scheduler; return the plan and the update of each request.
 
-        With an executor that looks ahead, the step was mostly launched by the previous call, and this call also
-        launches the next step.
+        With an executor that looks ahead, the previous call has usually launched this step, and this call launches the
+        next step before it waits for results.
 
         If a step runs out of memory, on the device or the host, a smaller step is planned (see `Scheduler.abandon`), or
         none if all its requests have ended: then the returned plan is empty. If `max_attempts` steps in a row run out
@@ -141,7 +140,8 @@ class StepLoop:
     def _launch(self) -> _LaunchedStep | None:
         """Launch the next step; return None if there is nothing to compute now.
 
-        An error is kept until the step is due, so that the results of the step before it are not lost.
+        An error of the launch is raised when the step is collected, so that the results of the previous step are not
+        lost.
         """
         plan = self.scheduler.schedule()
         if not plan.rows:

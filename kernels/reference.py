@@ -138,11 +138,11 @@ MIN_SCORE = -28.0
 
 
 def sample(logits: Tensor, parameters: Tensor) -> Tensor:
-    """Draw a token id for each row of logits [R, V] and return the ids [R] (int64): -1 if the best is not finite.
+    """Draw a token id for each row of logits [R, V]. Return ids [R] (int64), -1 where the best logit is not finite.
 
-    `parameters` is [6, R] (float64), see SamplingParameter. A greedy row takes its best token. All orders of tokens are
-    by logit, and equal logits (common in bfloat16) are in the order of their ids. In the other rows, one filter after
-    the other applies. The temperature divides the logits. min_p keeps tokens with at least min_p times the best token's
+    `parameters` is [6, R] (float64), see SamplingParameter. A greedy row takes its best token. Tokens are ordered by
+    logit, and tokens with equal logits (common in bfloat16) by id. In the other rows, one filter after the other
+    applies. The temperature divides the logits. min_p keeps tokens with at least min_p times the best token's
     probability. top_k keeps the k best of these. top_p keeps the fewest best tokens whose renormalised probabilities
     sum to top_p or more. One of the remaining tokens wins the `race`.
 
@@ -284,7 +284,7 @@ def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `rows` [T, N] x `weight` [M, N] transposed, plus `bias` [M] if there is one, [T, M]."""
+    """Return rows @ weight.T + bias, [T, M], for `rows` [T, N], `weight` [M, N] and `bias` [M] or None."""
     return F.linear(rows, weight, bias)
 
 

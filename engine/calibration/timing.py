@@ -178,7 +178,7 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
 
 
 class _ServedStep(NamedTuple):
-    """Step of an engine that serves: its numbers of rows and tokens, its time, and when its result came, in seconds."""
+    """Step of a serving engine: rows, tokens, seconds that it took, and the time at which its result came."""
 
     num_rows: int
     num_tokens: int

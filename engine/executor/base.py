@@ -22,7 +22,7 @@ class ScheduledRow(NamedTuple):
     sliding window have no meaning.
 
     If `sample` is True, the row ends at the end of the sequence, and a new token is sampled from the logits of its last
-    position. If the sequence has a pending token, the row ends with it, and its id is not in `token_ids` yet.
+    position. A row may end with the sequence's pending token (see `Sequence`), whose id is not in `token_ids` yet.
     """
 
     sequence: Sequence
@@ -91,7 +91,7 @@ class Executor(ABC):
 
     An executor computes steps, with their copies, in the order in which they are launched: each step sees all KV and
     all host blocks as the steps before it leave them. So the caller may reuse a block that a launched step still reads
-    or writes, because only later steps touch it.
+    or writes, because the steps that use this block anew are computed later.
 
     If `looks_ahead` is True, a step may be launched before the result of the step before it was collected. Its rows may
     then end with pending tokens (`Sequence.num_pending_tokens`): tokens that the step before it samples.

@@ -24,7 +24,8 @@ class PackedBatch:
     1] and context_lens [B], all contiguous. A block table has zeros after the blocks of the row's context. A context
     includes the new tokens.
 
-    `pending_rows` are the rows that end with a pending token (see `Executor`), whose place in input_ids has a 0.
+    `pending_rows` are the rows that end with a pending token (see `Executor`); input_ids has a 0 in place of this
+    token.
 
     `logit_rows` are the indices of the tokens whose logits are needed. First come the last tokens of the rows in
     `sampling_rows`. Then come, for each row i, its first `prompt_counts[i]` tokens, which predict prompt tokens.

@@ -70,7 +70,7 @@ class HostBlocks:
                     tensor[indices] = host[first : first + len(indices)].to(self._device, non_blocking=True)
 
     def take_times(self) -> list[Stopwatch]:
-        """Return the times of all copies since the last call. On a GPU, the copies may still be running."""
+        """Return the stopwatches of all copies since the last call. On a GPU, the copies may still be running."""
         times, self._timed_copies = self._timed_copies, []
         return times
 

@@ -91,7 +91,7 @@ class Sampler:
     def _enqueue_part(
         self, logits: torch.Tensor, parameters: torch.Tensor, sequences: ListLike[Sequence]
     ) -> tuple[torch.Tensor, PendingLogprobs | None]:
-        """Return the outcomes of some rows, and the log-probabilities of those that want them."""
+        """Return the outcomes of some rows (see `result_of`), and the requested log-probabilities, if any."""
         with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         rows = to_device(np.array(with_logprobs, dtype=np.int64), logits.device)
         raw = torch.log_softmax(logits[rows].float(), dim=1) if with_logprobs else None
@@ -120,7 +120,7 @@ def result_of(outcome: int) -> RowResult:
 
 
 def parameters_of(sequences: ListLike[Sequence]) -> npt.NDArray[np.float64]:
-    """Return the `parameters` of kernels' `sample` for the next tokens of the given sequences, [6, S]."""
+    """Return the array [6, S] that `reference.sample` takes as `parameters`, for the next tokens of S sequences."""
     samplings = [sequence.sampling for sequence in sequences]
     parameters = np.zeros((len(SamplingParameter), len(sequences)))
     settings = [(0.0 if is_greedy(s) else s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]

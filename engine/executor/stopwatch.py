@@ -1,4 +1,4 @@
-"""Time of work on a device."""
+"""Measurement of the time that work takes on a device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class Stopwatch:
     """Stopwatch that starts with its construction and ends with `stop`.
 
-    On a GPU, it measures the work that is queued on the current stream in between, without the time for which this work
-    waits in the queue.
+    On a GPU, it measures the work that is queued on the current stream between start and stop. The time for which this
+    work waits in the queue does not count.
     """
 
     def __init__(self, device: torch.device) -> None:

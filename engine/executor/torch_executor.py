@@ -57,8 +57,8 @@ class SampledTokens:
 class _LaunchedPart(NamedTuple):
     """Part of a launched step (see `split`): the rows of the step with these `indices`.
 
-    `sampled` has the tokens of those rows of the part that `sampling_rows` names. Row i of the part has
-    `prompt_counts[i]` of the `prompt_logprobs`.
+    `sampling_rows` are the rows of the part that sample, and `sampled` has their tokens. The first `prompt_counts[0]`
+    of the `prompt_logprobs` belong to row 0 of the part, the next `prompt_counts[1]` to row 1, and so on.
     """
 
     indices: ListLike[int]
@@ -93,13 +93,13 @@ class _LaunchedStep(NamedTuple):
 class TorchExecutor(Executor):
     """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
 
-    On a GPU it looks ahead: the ids of pending tokens never leave the device before the step that needs them. On a CPU,
-    `launch` computes, so there is nothing to overlap.
+    On a GPU it looks ahead: a step reads the ids of pending tokens on the device, so its launch need not wait until the
+    host knows them. On a CPU, `launch` computes the step, so looking ahead would gain nothing.
 
     Other rows of a batch affect a row's logits only through rounding, which differs between batch sizes: by about 1e-6
-    (fp32) or one bf16 ulp. Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the
-    engine would not compute the same logits as transformers, if the model does not support max_model_len tokens, or if
-    its layers do not suit the layout.
+    (fp32) or one bf16 ulp. Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the engine
+    would not compute the same logits as transformers, if the model does not support max_model_len tokens, or if its
+    layers do not suit the layout.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class TorchExecutor(Executor):
         return _LaunchedStep(len(plan.rows), parts, stopwatch, copies)
 
     def collect(self, pending: _LaunchedStep) -> StepResult:
-        """Wait for the results of a step. `elapsed` is the time that the device took for it, not that in the queue."""
+        """Wait for the results of a step. `elapsed` is the device's time for it, without waiting in the queue."""
         results = [RowResult() for _ in range(pending.num_rows)]
         for part in pending.parts:
             for index, found in zip(part.indices, part.collect(), strict=True):

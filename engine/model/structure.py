@@ -2,8 +2,8 @@
 
 A model is recognised by the modules that it consists of. If the class or name of a module does not say what the module
 computes, the module is run on test values: RMS norms differ in an offset of their weights, and activation functions
-have many names.
-The decoder also compares its logits with those of the model, because some models multiply by factors between modules.
+have many names. The decoder also compares its logits with those of the model, because some models multiply by factors
+between modules.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ class Preemption:
         """Return the running request to preempt so that `waiting`, a request of a higher class, can run.
 
         The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
-        times. The result is None if there is no such request. It is always None under a policy other than fair,
-        because only fair has classes.
+        times. The result is None if there is no such request. It is always None under a policy other than fair, because
+        only fair has classes.
         """
         if self._policy != "fair":
             return None

@@ -35,11 +35,11 @@ _new_update = cast("Callable[[tuple[Request, int, RowResult]], Update]", partial
 class Scheduler:
     """Planner of steps: it decides which tokens each step computes, and holds no tensors and no text.
 
-    The order of calls is `schedule` (plan a step), `advance` (it was launched), `settle` (its results are known). The
-    next step may be scheduled and launched before `settle`: then it follows a step in flight, whose sampled tokens are
-    pending. Before its own `advance`, that step is settled. So tokens are only pending from `advance` to `settle`, and
-    a request that ends in between, or when the step is settled, has at most one row in the step that follows. `advance`
-    and `settle` leave out such rows.
+    For each step, the caller calls `schedule` to plan it, `advance` after it was launched, and `settle` when its
+    results are known. From `advance` to `settle`, the step is in flight, and the tokens that it samples are pending.
+    Meanwhile the next step may be scheduled and launched, but it is advanced only after the first one is settled. If a
+    request ends in the meantime, the next step may still have one row of this request; `advance` and `settle` ignore
+    this row.
 
     Steps have no phases: each step lets num_computed_tokens of the running requests catch up with their num_tokens.
     Prefill, chunked prefill, decode and recovery from preemption differ only in the number of uncomputed tokens.
@@ -133,7 +133,7 @@ class Scheduler:
         """Plan one step: secure memory for running requests, then schedule decodes, partial prefills and admissions.
 
         While a step is in flight, the plan has no rows if it depends on results of that step (see `_needs_results`), or
-        if there is nothing to compute without them.
+        if there is nothing to compute without these results.
         """
         if self._in_flight is not None and self._needs_results():
             return StepPlan(())
@@ -167,8 +167,9 @@ class Scheduler:
     def _needs_results(self) -> bool:
         """Return True if the next plan must wait until the step in flight is settled.
 
-        That is the case if requests must be preempted, because tokens that are pending could not be computed again, and
-        a request may be about to end; and if penalties depend on pending tokens.
+        That is the case if requests may have to be preempted: pending tokens could not be computed again, and the
+        results may end a request, whose blocks are then free. It is also the case if penalties depend on pending
+        tokens.
         """
         if any(request.num_pending_tokens and request.sampling.has_penalties for request in self.running):
             return True
@@ -337,9 +338,9 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a waiting or running request and release its blocks. Do nothing if the request has already finished.
 
-        A launched step may still read and write the blocks. They can be reused at once nevertheless, and so can host
-        blocks: only steps that are launched later touch them, and an executor computes steps and copies in the order of
-        the launches. No lookup finds what the launched step writes, because only settled tokens are committed.
+        A launched step may still read and write these blocks. Still, blocks and host blocks can be reused at once,
+        because an executor computes steps and copies in the order of their launches, so a step that reuses a block is
+        computed later. No lookup finds the KV that the launched step writes, because only settled tokens are committed.
         """
         if request.status is RequestStatus.FINISHED:
             return

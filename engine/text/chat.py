@@ -148,8 +148,8 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
     In the second form, developer messages have become system messages. If the template does not name the developer
     role, this form comes first, because many templates write any role although the model knows only some. In the last
-    two forms, system messages are joined to the user messages beside them: in the first of these forms all except a
-    system message at the beginning, in the second form all.
+    two forms, system messages are joined to the user messages beside them: first all except a system message at the
+    beginning, then all.
     """
     as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     if knows_developers:

@@ -1,9 +1,9 @@
 """Sampling on the CPU: each thread samples whole rows, with vectorised passes over the logits and without a sort.
 
-Compiled code compares logits by their `order_key`, an integer. A filter keeps the tokens above a threshold, and the
-first of the tokens at the threshold. The threshold is found by bisection: first over the whole vocabulary, where most
-chunks of CHUNK tokens are known to be above or below as a whole, then over the few candidates that are left. Then the
-weights of kept tokens are summed in each chunk, for the race of chunks.
+Compiled code compares logits by their `order_key`, an integer. The filters top_k and top_p keep the tokens whose key is
+above a threshold, and the first few tokens whose key equals it. The threshold is found by bisection: first over the
+whole vocabulary, where most chunks of CHUNK tokens lie above or below as a whole, then over the few tokens that are
+left. Then the weights of kept tokens are summed in each chunk, because the chunks race first (see `reference.race`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def thread_body(element: np.dtype[Any]) -> Any:
 
 @jit()
 def order_key(element: Any) -> Any:
-    """Return an int32 in the order of the floats; -0 and 0 have the same."""
+    """Return the int32 key of a logit. Keys compare like the logits; -0 and 0 have the same key."""
     bits = np.float32(to_float32(element)).view(np.int32)
     key = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
     return np.int32(0) if key == np.int32(-1) else key
@@ -86,7 +86,7 @@ def order_key(element: Any) -> Any:
 
 @jit()
 def survey(logits: Any, chunks: Any) -> int:
-    """Return the first id of the best logit, -1 if it is not finite. Set each chunk's HIGHEST and LOWEST key."""
+    """Return the lowest id with the best logit, -1 if it is not finite; set each chunk's HIGHEST and LOWEST key."""
     width = logits.shape[0]
     best, worst = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
     for chunk in range(chunks.shape[1]):
@@ -153,7 +153,7 @@ def weight_of(logit: Any, top: Any, temperature: Any, floor: Any) -> Any:
 
 @jit(EXACT)
 def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chunks: Any) -> None:
-    """Set the weights of all tokens, and each chunk's SUM."""
+    """Compute the weights of all tokens, and their sum in each chunk (SUM)."""
     for chunk in range(chunks.shape[1]):
         first, end = chunk * CHUNK, min((chunk + 1) * CHUNK, logits.shape[0])
         part, result = logits[first:end], weights[first:end]
@@ -167,10 +167,10 @@ def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chu
 
 @jit()
 def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool, limit: Any) -> Any:
-    """Return the lowest key with less than `limit` above it, the sum above it, and how many tokens have this key.
+    """Return a threshold, the sum of the weights above it, and the number of tokens at it.
 
-    `limit` is a sum of weights, or the number of tokens if `by_count`. The key is at least `low`, and `high` is the key
-    of the best token.
+    The threshold is the lowest key, from `low` on, above which the sum is less than `limit`. If `by_count`, each token
+    counts as 1 in all sums. `high` is the key of the best token.
     """
     before: Any = np.int64(0)  # the sum above `high`
     for _ in range(COARSE_STEPS):
@@ -199,7 +199,7 @@ def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, 
 
 @jit()
 def sum_above(logits: Any, weights: Any, chunks: Any, threshold: Any, by_count: bool) -> Any:
-    """Return the sum of the weights of tokens whose key is above `threshold`, or their number."""
+    """Return the sum of the weights of tokens whose key is above `threshold`, or their number if `by_count`."""
     result = np.int64(0)
     bound = np.int32(threshold)
     for chunk in range(chunks.shape[1]):
@@ -221,7 +221,7 @@ def sum_above(logits: Any, weights: Any, chunks: Any, threshold: Any, by_count: 
 
 @jit()
 def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool) -> Any:
-    """Return the keys from `low` to `high` in a row, and the weight of each token (1 if `by_count`)."""
+    """Return the keys of the tokens whose key is from `low` to `high`, and their weights (1 each if `by_count`)."""
     keys, amounts = np.empty(64, np.int32), np.empty(64, np.int64)
     size = 0
     for chunk in range(chunks.shape[1]):
@@ -247,10 +247,10 @@ def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any,
 
 @jit()
 def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, tied: Any) -> None:
-    """Change each chunk's SUM to that of the tokens above `threshold` and of the first `room` tokens at it.
+    """Reduce each chunk's SUM to the weights of the tokens that the filters keep.
 
-    Tokens at the threshold have the weight `tied`. Each chunk's ROOM becomes the number of such tokens that the chunk
-    and those after it may keep.
+    They keep the tokens above `threshold` and the first `room` tokens at it, each of weight `tied`. Each chunk's ROOM
+    becomes the number of tokens at the threshold that are kept in this chunk and later chunks.
     """
     bound = np.int32(threshold)
     for chunk in range(chunks.shape[1]):
@@ -279,7 +279,7 @@ def from_key(key: Any) -> Any:
 
 @jit(EXACT)
 def find_winner(amounts: Any, name: int, first: Any, second: Any) -> Any:
-    """Return the index of the largest amount / exponential time. The names of times count from `name`."""
+    """Return the index of the largest amount / time of a race. The hash names of times are `name`, `name` + 1, ..."""
     best, largest = 0, -1.0
     for i in range(amounts.shape[0]):
         if amounts[i] > 0:

@@ -303,8 +303,8 @@ def attend_kernel(
 ):
     """Compute the attention of one tile and KV head over one split of the keys.
 
-    The program ids are the numbers of the tile, the KV head and the split.
-    Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
+    The program ids are the numbers of the tile, the KV head and the split. Row m of a tile is query m // GROUP of the
+    tile and query head m % GROUP of the KV head.
     """
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -1,8 +1,9 @@
-"""Sampling for CUDA: one program samples one row, without a sort and without the host knowing what is in the row.
+"""Sampling for CUDA: one program samples one row, without a sort and without a wait of the host.
 
-A filter keeps the tokens whose key (see `order_key`) is above a threshold, and the first tokens at the threshold. The
-program finds the threshold by bisection into four parts, with one pass over the row for each: 8 passes for bfloat16,
-16 for other types. Rows that are greedy or have no such filter need no search. The row stays in the GPU's L2 cache.
+The filters top_k and top_p keep the tokens whose key (see `order_key`) is above a threshold, and the first few tokens
+whose key equals it. To find the threshold, each pass over the row divides the range of keys by four: 8 passes for
+bfloat16, 16 for other types. Rows that are greedy or have no such filter need no search. The row stays in the GPU's L2
+cache.
 """
 
 # Triton code has no Python types. Names in capitals are compile-time constants.
@@ -27,9 +28,9 @@ LOWEST = tl.constexpr(-0x80000000)
 
 @triton.jit
 def order_key(value, SHIFT: tl.constexpr):
-    """Return an int32 in the order of the float32 values; -0 and 0 have the same.
+    """Return the int32 keys of float32 values. Keys compare like the values; -0 and 0 have the same key.
 
-    If all values are bfloat16, the 16 low bits tell nothing, and a SHIFT of 16 drops them.
+    If the values come from bfloat16, their low 16 bits are 0, and a SHIFT of 16 drops them.
     """
     bits = value.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -52,14 +53,14 @@ def load_logits(logits, places, width):
 
 @triton.jit
 def weigh(values, top, temperature, floor):
-    """Return the weights (int64) of logits; `top` is the best logit of the row."""
+    """Return the weights (int64) of logits, 0 for scores below `floor`; `top` is the best logit of the row."""
     scores = (values - top) / temperature
     return tl.where(scores >= floor, (tl.exp(scores) * WEIGHT_UNITS).to(tl.int64), 0)
 
 
 @triton.jit
 def exponential(names, first, second):
-    """Return the exponential times (float64) of the race; see `reference.hashed`."""
+    """Return the exponential times (float64) of the race for these names and one key; see `reference.race`."""
     mixed = names.to(tl.int64) ^ first
     mixed = ((mixed ^ (mixed >> 16)) * MIX_0) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15) ^ second) * MIX_1) & 0xFFFFFFFF
@@ -69,7 +70,7 @@ def exponential(names, first, second):
 
 @triton.jit
 def find_best(logits, width, BLOCK: tl.constexpr):
-    """Return the key of the best logit and its first id, -1 if the logit is not finite."""
+    """Return the key of the best logit, and the lowest id with this logit, -1 if the logit is not finite."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], LOWEST, tl.int32)
     worst = tl.full([BLOCK], INFINITY, tl.int32)
@@ -89,7 +90,7 @@ def sum_above(
     logits, width, top, temperature, floor, first, second, third,
     SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of the weights, or the number, of tokens above each of three thresholds."""
+    """Return the sum of the weights of tokens above each of three thresholds, or their number if BY_COUNT."""
     lanes = tl.arange(0, BLOCK)
     sum1, sum2, sum3 = (tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64))
     for start in range(0, width, BLOCK):
@@ -107,9 +108,10 @@ def find_threshold(
     logits, width, top, temperature, floor, low, high, limit,
     SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the lowest key with tokens of which each has less than `limit` above it, and the sum or number above.
+    """Return a threshold, and the sum of the weights above it.
 
-    The key is at least `low`, and `high` is the key of the best token.
+    The threshold is the lowest key, from `low` on, above which the sum is less than `limit`. If BY_COUNT, each token
+    counts as 1. `high` is the key of the best token.
     """
     before = tl.full([], 0, tl.int64)
     low, high = low.to(tl.int64), high.to(tl.int64)
@@ -179,7 +181,7 @@ def apply_filters(
 def find_chunk(
     logits, width, top, temperature, floor, threshold, room, key_0, key_1, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the chunk that wins the race of chunks, and how many tokens at the threshold are before the chunk."""
+    """Return the chunk that wins the race of chunks, and the number of tokens at the threshold in earlier chunks."""
     ROWS: tl.constexpr = BLOCK // CHUNK
     rows = tl.arange(0, ROWS)
     lanes = rows[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
