@@ -9,12 +9,15 @@ import pytest
 import torch
 from stepping import Stepper, make_sequence
 from tiny_models import VOCAB_SIZE, build_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmsched.engine.executor import torch_executor
+from llmsched.engine.executor import sampler, torch_executor
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.request import TokenLogprob
+
+aten = torch.ops.aten
 
 PROMPT = [(7 * index + 4) % (VOCAB_SIZE - 4) + 4 for index in range(33)]
 
@@ -201,6 +204,49 @@ def test_a_step_on_a_gpu_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyP
     assert told == ["mark stream of cuda:0", "compute", "mark stream of cuda:0"]
     assert executor.collect(launched).elapsed == 0.005
     assert told[3:] == ["wait"]
+
+
+class NoWaiting(TorchDispatchMode):
+    """Mode in which operations fail whose result a program on a GPU would have to wait for."""
+
+    waits = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in self.waits, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_launch_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps are launched before the first is collected. The second takes its tokens from the first.
+
+    Kernels are left out: those of the CPU read memory at once.
+    """
+    monkeypatch.setattr(sampler, "sample", lambda logits, parameters: logits.argmax(dim=1))
+    samplings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "seed": 3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"logit_bias": {7: 2.0}, "min_tokens": 4, "stop": [5]},
+    ]
+    sequences = [make_sequence(str(i), PROMPT[i : 12 + i], **more) for i, more in enumerate(samplings)]
+    expected = Stepper(make_executor(), sequences, 20).generate(2)
+    sequences = [make_sequence(str(i), PROMPT[i : 12 + i], **more) for i, more in enumerate(samplings)]
+    stepper = Stepper(make_executor(), sequences, 20)
+
+    def waits(*_: Any) -> None:
+        raise AssertionError("the device's memory was read")
+
+    with NoWaiting(), monkeypatch.context() as patch:
+        for name in ("tolist", "item"):
+            patch.setattr(torch.Tensor, name, waits)
+        launched = [stepper.executor.launch(StepPlan([row for _, row in stepper.rows([1000])]))]
+        for index, sequence in enumerate(sequences):
+            sequence.num_pending_tokens, stepper.computed[index] = 1, sequence.num_prompt_tokens
+        launched.append(stepper.executor.launch(StepPlan([row for _, row in stepper.rows([1])])))
+    results = [stepper.executor.collect(step).rows for step in launched]
+    assert [[one.token_id, two.token_id] for one, two in zip(*results, strict=True)] == expected
+    assert results[0][2].prompt_logprobs
+    assert results[1][2].logprob is not None
 
 
 def test_empty_plan() -> None:
