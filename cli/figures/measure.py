@@ -143,8 +143,8 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
 def _cache_warnings(run: RunRecord) -> Iterator[str]:
     """Yield a warning if the target served more from its cache than the prompts of the load have in common.
 
-    This includes the text that a chat template adds to every prompt. Its length is estimated as the smallest number of
-    tokens that the template adds to any prompt.
+    Prompts also have the text in common that a chat template adds to each of them. Its length is estimated as the
+    smallest number of tokens that the template adds to any prompt.
     """
     records = [record for record in run.records if record.usage.prompt_tokens]
     hit_rate = _hit_rate(records) if records and run.repeated_share is not None else None

@@ -23,8 +23,8 @@ class Rates:
 
     Steady-state rates are measured within `steady_window`, in seconds after the start of the run. If it is None or too
     short, they are measured from the first token or completed request to the end of the run. `asked` is the mean
-    request rate that the load asks for. `scheduled` is the rate of the random times at which requests were due (None
-    for a closed loop), and `achieved` the rate at which requests were sent (None if all were sent at once).
+    request rate that the load asks for. `scheduled` is the rate at which requests were due (None for a closed loop),
+    and `achieved` the rate at which they were sent (None if all were sent at once).
     """
 
     output_tokens: float | None

@@ -177,7 +177,7 @@ def all_gpus() -> list[GpuSpec]:
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
     """Return the GPU `name`. If it is unknown, raise a ConfigError for the setting `field`.
 
-    The message of the error ends in `alternative`, a hint at another flag.
+    The error lists the known names and ends in `alternative`, which names another allowed value.
     """
     try:
         return find_gpu(name)

@@ -14,7 +14,7 @@ _PROMPT_SHARE = 0.75
 
 
 def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], list[str]] | None:
-    """Simulate a closed loop on `device` with as many running requests as fit, but at most --users.
+    """Simulate a closed loop on `device` with as many running requests as admission allows, but at most --users.
 
     Return the JSON document (times in milliseconds, rates per second) and sentences about its accuracy, or None if the
     model does not fit. Raises ConfigError for an unknown GPU, or if `device` is "local" and `llmsched calibrate` has

@@ -143,7 +143,7 @@ def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
 def serve_knobs(found: LoadAnalysis) -> dict[str, Any]:
     """Return the recommended engine settings that differ from their defaults.
 
-    max_model_len is left out if lengths are counted in words.
+    max_model_len is left out if lengths are counted in words, because it is in tokens.
     """
     advice, defaults = found.advice, asdict(EngineConfig())
     knobs: dict[str, Any] = {} if found.sample.in_words else {"max_model_len": advice.max_model_len}
@@ -173,8 +173,8 @@ def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
 def held(lengths: Sequence[tuple[int, int]]) -> float:
     """Return the mean number of tokens that a running request holds, given (prompt, output) lengths.
 
-    A request with p prompt and o output tokens runs for o steps and holds p + o / 2 tokens on average. So the result is
-    the mean of o (p + o / 2) divided by the mean of o.
+    A request with p prompt and o output tokens holds p + o / 2 tokens on average. It runs for o steps, so it counts o
+    times in the mean: the result is the mean of o (p + o / 2) divided by the mean of o.
     """
     prompts, outputs = np.asarray(lengths, dtype=np.float64).T
     return float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())

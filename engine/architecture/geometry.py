@@ -129,9 +129,7 @@ class Geometry:
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of KV and state for `length` tokens, if a layer with a window keeps only the KV inside its
-        window.
-        """
+        """Return the bytes of KV and state for `length` tokens, if KV that has left a sliding window is freed."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
@@ -339,8 +337,8 @@ class LayerReader:
     def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
         """Return the value of the setting `name` for one layer.
 
-        A value for this layer alone comes first. Next comes the value for all layers with a window, if the layer has
-        one. Last comes the value for all layers.
+        A value for this layer alone comes first. Next, if the layer has a window, comes the value for all such layers.
+        Last comes the value for all layers.
         """
         value = self.fields.get(f"swa_{name}") if kind == "window" else None
         value = self.fields.get(name) if value is None else value

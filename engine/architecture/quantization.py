@@ -201,7 +201,8 @@ def _fp8_kv(stated: Mapping[str, Any], method: str) -> bool | None:
 def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
     """Yield the schemes that a quantization_config describes.
 
-    Schemes of modules that are not quantised come first, then the schemes in the settings of the quant_method.
+    Schemes of modules that are not quantised come first, because the first scheme of a module holds. The schemes in the
+    settings of the quant_method follow.
     """
     get = settings.get
     yield from (Scheme(None, pattern=_module_pattern(name)) for name in _ignored(settings))

@@ -96,9 +96,10 @@ def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
 
 
 def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
-    """Return the width of an MLP, which its block states or gives as ffn_mult.
+    """Return the width of an MLP. A missing MLP has the width 0.
 
-    ffn_mult means 2/3 of ffn_mult x hidden_size, rounded up to a multiple of 256. The width of a missing MLP is 0.
+    If the config does not state the width but an ffn_mult, the width is 2/3 of ffn_mult x hidden_size, rounded up to a
+    multiple of 256.
     """
     if mlp.get("no_op"):
         return 0
@@ -124,7 +125,7 @@ def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any
 def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[str, Any]:
     """Return the settings that linear_attn_config (Kimi Linear) describes.
 
-    It lists the numbers of the layers with full attention and of those with linear attention, counted from 1.
+    It has two lists of layer numbers, which start at 1: layers with full attention and layers with linear attention.
     """
     full, delta = (set(described.get(name, ())) for name in ("full_attn_layers", "kda_layers"))
     layers = range(1, int(values.get("num_hidden_layers", 0)) + 1)

@@ -54,8 +54,8 @@ class OutputFlags:
     def check(self, modes: ModeFlags, read: Path | None) -> None:
         """Raise LlmschedError if an output file cannot be written, or if flags contradict each other.
 
-        Two flags must not name the same file, and no flag may name `read`, the file that the load is read from. Some
-        modes of `bench` do not write every kind of file.
+        Two flags must not name the same file, and no flag may name `read`, the file that the load is read from. A flag
+        must not ask for a file that the mode of `bench` does not write.
         """
         if self.save_detailed is not None and not modes.one_run:
             raise LlmschedError(
