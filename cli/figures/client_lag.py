@@ -31,7 +31,7 @@ _WARN_SHARE = 0.25
 #: If the machine caused at least this share of a lag, messages name the machine, not the client, as the cause.
 _MOSTLY_MACHINE = 0.5
 
-#: The cause of a lag that the machine caused.
+#: Words with which messages explain a lag that the machine caused.
 BUSY = "because this machine was busy with other work"
 
 

@@ -100,7 +100,10 @@ def _vllm(analysis: BudgetAnalysis, model: str) -> Iterator[str]:
 
 
 def _sglang(analysis: BudgetAnalysis, model: str) -> Iterator[str]:
-    """Yield the words of the command. SGLang's memory fraction covers weights and KV, but not activations."""
+    """Yield the words of the command that starts SGLang.
+
+    SGLang's memory fraction covers weights and KV, but not activations.
+    """
     plan, config = analysis.plan, analysis.config
     yield from ("python", "-m", "sglang.launch_server", "--model-path", model, "--dtype", analysis.dtype)
     yield from _online_fp8(analysis)

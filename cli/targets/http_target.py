@@ -140,7 +140,7 @@ class HttpTarget:
             first = {}
         owner = str(first.get("owned_by"))
         self._count_chunks = _COUNT_CHUNKS.get(owner, {})
-        self.salts = owner in _COUNT_CHUNKS  # all three take it
+        self.salts = owner in _COUNT_CHUNKS  # all servers in this table take a cache_salt
         self._is_ours = owner == "llmsched"
         if self._is_ours:
             self.sample_interval = 0.25  # the server takes 1.4 ms to answer

@@ -240,7 +240,7 @@ def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache
         return bare
     filled = standardise(values)
     if "head_dim" not in named and filled.get("head_dim") == _quotient(filled):
-        filled.pop("head_dim", None)  # geometry.py divides too, and judges the result
+        filled.pop("head_dim", None)  # geometry.py divides again, and checks the result
     if family is None:
         lacks = filled.keys() - named
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsched.engine.errors import ModelError
 
-#: Other names of each setting. Of several stated names the standard one wins, then the first of its others.
+#: Other names of each setting. If a config has several of them, the standard name counts, or else the first other name.
 _OTHER_NAMES: Mapping[str, str] = {
     "num_hidden_layers": "n_layer n_layers num_layers num_transformer_layers",
     "hidden_size": "n_embd n_embed d_model model_dim",

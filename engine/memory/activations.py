@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 #: Limit on the bytes of one fp32 copy of logits, if the memory of the device is not known.
 LOGITS_BYTES = 32 << 20
 
-#: Number of fp32 copies at the peak, of the rows that are copied at one time (measured 2 to 2.5), and the logits from
-#: which prompt tokens get their log-probabilities.
+#: Number of fp32 copies of logits at the peak: copies of the rows that are sampled at a time (measured 2 to 2.5), and
+#: the logits from which prompt tokens get their log-probabilities.
 LOGITS_COPIES = 3
 
 #: Number of queries for which the CPU kernel holds a mask, and scores if needed, at one time.

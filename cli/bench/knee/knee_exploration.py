@@ -29,7 +29,7 @@ _START, _HIGHEST = 0.5, 4.0
 #: The lowest rate tried keeps an otherwise idle target busy for this share of the time.
 _LOWEST_LOAD = 0.05
 
-#: Number of highest met rates whose figures are kept, because the highest may be missed when it is tried again.
+#: Figures are kept for this many rates, the highest that met the goal: the highest of all may miss it when tried again.
 _KEPT_RATES = 2
 
 #: JSON report of a run, as `bench --json` prints it.

@@ -22,7 +22,7 @@ from llmsched.cli.load.traces.timestamps import Timestamp, TimestampUnit, offset
 from llmsched.cli.load.traces.trace import Trace, TraceRequest
 from llmsched.engine.errors import setting
 
-#: Note on files of AIPerf and GenAI-Perf, whose turns follow the answer before.
+#: Note on files of AIPerf and GenAI-Perf, whose turns wait for the answer to the turn before.
 _SESSIONS = (
     "sessions (session_id, delay): a turn waits for an answer, so no times are replayed and each turn is a request of "
     "its own"
