@@ -38,9 +38,9 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return by name, for each target that is not None, True if the request met the target.
+        """Map the name of each target that is not None to True if the request met the target, else to False.
 
-        A request without a figure, such as TPOT for a single token, meets the target for that figure.
+        If a latency is undefined, such as TPOT for a single token, the request meets its target.
         """
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}

@@ -49,9 +49,9 @@ class Arrival(NamedTuple):
 class RequestLatency:
     """Latencies in seconds of a request that received at least one token.
 
-    `itl` has one sample for each token after the first arrival. Tokens that arrive together share the gap since the
-    previous arrival equally. `worst_stall` is the longest gap between two arrivals. `tpot` is the time per output token
-    after the first.
+    `itl` has one sample for each token after the first arrival. If n tokens arrive together, each of their n samples is
+    1/n of the gap since the previous arrival. `worst_stall` is the longest gap between two arrivals. `tpot` is the time
+    per output token after the first.
     """
 
     ttft: float

@@ -158,7 +158,7 @@ class EngineMetrics:
             gauge.set(getattr(usage, field) * self._bytes_per_token)
 
     def buckets(self, histogram: str) -> dict[float, float]:
-        """Return the cumulative counts of a histogram by upper bound; `histogram` is a key of _HISTOGRAMS."""
+        """Return a histogram's cumulative counts by upper bound; `histogram` is its key in the table _HISTOGRAMS."""
         name = f"{self._prefix}:{histogram}"
         families = self._registry.restricted_registry([f"{name}_bucket"]).collect()
         samples = [sample for family in families for sample in family.samples if sample.name == f"{name}_bucket"]

@@ -119,7 +119,7 @@ class OutputStream:
         return output
 
     def _add_text(self, output: RequestOutput, piece: str) -> None:
-        """Add text to an output. If a stop string is complete, set the output's finish reason to STOP.
+        """Add text to an output. If this completes a stop string, set the output's finish reason to STOP.
 
         The first min_tokens tokens are not searched for stop strings.
         """

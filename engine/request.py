@@ -194,10 +194,10 @@ class TokenLogprob:
 class RequestOutput:
     """New output of one sequence since its previous RequestOutput.
 
-    `text` is the new text, and `pieces` has the text of each new token, "" while a character is incomplete. Over all
-    outputs, the pieces and the texts join to the same text, unless a stop string cut `text`. If the request asked for
-    them, `prompt_logprobs` has in the sequence's first output one entry per prompt token (None for the first token). In
-    other outputs it is None.
+    `text` is the new text. `pieces` has the text of each new token, "" while a character is incomplete. Joined over all
+    outputs of a sequence, `pieces` and `text` are equal, unless a stop string cut `text`. If the request asked for
+    prompt_logprobs, they are in the first output, one per prompt token (None for the first token). In other outputs
+    `prompt_logprobs` is None.
     """
 
     request_id: str

@@ -133,7 +133,7 @@ class SynchronousExecutor(Executor):
 
 
 class ObservedExecutor(Executor):
-    """Executor that lets `executor` compute, and calls `observe` with each plan and its result."""
+    """Executor that passes plans on to `executor`, and calls `observe` with each plan and its result."""
 
     def __init__(self, executor: Executor, observe: Callable[[StepPlan, StepResult], None]) -> None:
         self.looks_ahead = executor.looks_ahead

@@ -8,7 +8,7 @@ import torch
 
 
 class Stopwatch:
-    """Stopwatch that starts with its construction and ends with `stop`.
+    """Stopwatch that runs from its construction until `stop` is called.
 
     On a GPU, it measures the work that is queued on the current stream between start and stop. The time for which this
     work waits in the queue does not count.

@@ -229,7 +229,7 @@ class KVManager:
         """Schedule copies of a preempted request's KV to host memory, and release all blocks of the request.
 
         The caller must check that `num_swapped` host blocks are free, and that a step has computed tokens of the
-        request since its admission. Before such a step, KV may still have to be copied into the request's blocks.
+        request since its admission, because KV may have to be copied into the request's blocks before that step.
         """
         assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))

@@ -1,9 +1,10 @@
 """Fused decoder: computes the layers of a transformers model with few, large operations.
 
-A layer is four matrix products (queries, keys and values in one; output; gate and up in one; down), attention, and
-four kernels between them: two that add a branch to the residual and normalise the sum, one that rotates and writes to
-the KV cache, and one gated activation. The decoder reads the model's own parameters: where it needs several matrices in
-one, the model's parameters become views of the joined matrix, so that the model takes no more memory and still works.
+A layer is four matrix products (queries, keys and values in one; output; gate and up in one; down), attention, and four
+kernels between them: two that add the output of attention or MLP to the residual and normalise the sum, one that
+rotates and writes to the KV cache, and one gated activation. The decoder reads the model's own parameters: where it
+needs several matrices in one, the model's parameters become views of the joined matrix, so that the model takes no more
+memory and still works.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def product(linears: Sequence[nn.Linear]) -> Product:
 
 
 def joined(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parameters in one tensor, of which the parameters become views."""
+    """Return one tensor with the rows of all parameters, and make the parameters views of it."""
     first = parameters[0].detach()
     place, storage, size = first.storage_offset(), first.untyped_storage().data_ptr(), 0
     for parameter in parameters:  # parameters that were joined before stay where they are

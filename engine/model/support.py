@@ -103,7 +103,7 @@ def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Check the content of a config.json without importing transformers. Return (conclusive, reason).
 
     `reason` says why the model is refused; None if it is not. `conclusive` is True if no other check of the config can
-    change this.
+    change this result.
     """
     read = ("architectures", "model_type", "is_encoder_decoder", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})

@@ -235,7 +235,7 @@ def compare(
 
 
 def _divergence(prompt: str, position: int, expected: Continuation, got: int, logits: torch.Tensor) -> Divergence:
-    """Return the divergence at `position`, explained if its margin is at most twice the largest logit difference."""
+    """Return the divergence at `position`. It is explained if its margin is at most twice the logit difference."""
     wanted, own = expected.logits[position].double(), expected.token_ids[position]
     margin = float(wanted[own] - wanted[got])
     explained = margin <= 2 * float(differences(logits.double(), wanted))

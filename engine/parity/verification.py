@@ -129,7 +129,7 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
 
 
 def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
-    """Write a case's preemptions or prefix hits to `result.detail`. If expected ones are missing, add a problem."""
+    """Write the case's preemptions or prefix hits to `result.detail`; add a problem if expected ones are missing."""
     if case.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:

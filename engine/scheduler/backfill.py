@@ -14,10 +14,10 @@ from llmsched.engine.scheduler.waiting_queue import WaitingQueue
 class Backfill:
     """Rules for overtaking: how often the first waiting request may be overtaken, and by which requests.
 
-    If any request other than the first by rank is admitted, the first request is overtaken, whatever the cause. This
-    may happen `max_passes` times; after that, only the first request may be admitted. A request that does not fit gets
-    a reserved start, the step at which it is predicted to fit. Until then, a request of larger rank may be admitted
-    only if it is predicted to end before the reserved start.
+    Whenever a request other than the first by rank is admitted, the first request is overtaken. This may happen
+    `max_passes` times; after that, only the first request may be admitted. A request that does not fit gets a reserved
+    start, the step at which it is predicted to fit. Until then, a request of larger rank may be admitted only if it is
+    predicted to end before the reserved start.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Backfill:
         self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:
-        """Return True if max_passes and the reservation allow the request to be admitted now."""
+        """Return True if max_passes and the reserved start of another request allow this request to be admitted now."""
         first, reserved = self._waiting.first, self._reserved
         if first is not request and first.num_passed >= self._max_passes:
             reason = "the first request in the queue has already been overtaken max_passes times"

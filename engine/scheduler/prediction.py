@@ -45,11 +45,11 @@ class Outlook(NamedTuple):
     learned: list[tuple[npt.NDArray[np.bool_], Tokens]]
 
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:
-        """Return the probability [n, len(steps)] that each request still generates tokens after `steps` more tokens.
+        """Return the probability [n, len(steps)] that each request generates at least `steps` more tokens.
 
         The probability is estimated from the finished outputs that are longer than the request's present output. It is
-        the share of these outputs that reached the new length. A request without such outputs is assumed to run to
-        max_tokens.
+        the share of these outputs that are at least as long as the present output plus `steps`. A request without such
+        outputs is assumed to run to max_tokens.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)

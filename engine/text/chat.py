@@ -162,7 +162,7 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each system message joined to the user message beside it, or made a user message."""
+    """Return the messages with each system message joined to the user message beside it, else made a user message."""
     turns: list[Message] = []
     after_system = False
     for message in messages:

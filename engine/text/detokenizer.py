@@ -18,10 +18,10 @@ class Detokenizer:
     same text for invalid bytes: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per maximal
     subpart (Unicode 15, section 3.9).
 
-    For other tokenizers, the new text is the difference between two decodes of the last few tokens. The decodes begin
-    with a token whose text was already returned, because the library strips the space before the first token. The
-    library decodes a run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, and writes one U+FFFD per byte if
-    the run is not valid UTF-8. So `push` holds back a run until another token ends it.
+    For other tokenizers, the last few tokens are decoded with and without the new token, and the new text is the
+    difference. Both decodes begin with a token whose text was already returned, because the library strips the space
+    before the first token. The library decodes a run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, and
+    writes one U+FFFD per byte if the run is not valid UTF-8. So `push` holds back a run until another token ends it.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

@@ -58,8 +58,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, escaped: bool = False) -> list[int]:
         """Return the token ids of `text`. Special tokens that are written in the text are recognised.
 
-        `add_special_tokens` adds the tokens around a text, often only BOS. With `escaped`, tokens that `escape` marked
-        in the text are not recognised, and the marks are removed. Raises RequestError for a lone surrogate.
+        `add_special_tokens` adds the special tokens that the model expects around a text, often only BOS. With
+        `escaped`, tokens that `escape` marked in the text are not recognised, and the marks are removed. Raises
+        RequestError for a lone surrogate.
         """
         check_unicode(text, "prompt")
         backend = self._unescaping if escaped and _MARK in text else self.backend
@@ -135,7 +136,7 @@ class Tokenizer:
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of `text` without encoding it; 0 if none is known."""
+        """Return a lower bound of the number of tokens of `text` without encoding it; 0 if no bound is known."""
         longest, dropped = self._token_limits
         if longest is None:
             return 0

@@ -83,7 +83,7 @@ def from_bfloat16(element: Any) -> Any:
 
 
 def from_float16(element: Any) -> Any:
-    """Convert the bits of a float16: shift them into float32's fields, then multiply to correct the exponent."""
+    """Convert the bits of a float16 to float32: shift them to its fields, then multiply to correct the exponent."""
     bits = np.uint32(np.uint16(element))
     magnitude = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
     magnitude = np.float32(magnitude * np.float32(2.0**112))
@@ -93,7 +93,7 @@ def from_float16(element: Any) -> Any:
 
 
 def put(array: Any, index: int, value: Any) -> None:
-    """Set array[index] to a float32 value, rounded to the array's elements: float32, or bfloat16 as bits (uint16)."""
+    """Set array[index] to a float32 value. An array of uint16 gets the bits of the value as bfloat16."""
     raise NotImplementedError("compiled code only")
 
 
