@@ -46,7 +46,8 @@ _MAX_TOKENS = 1_000_000
 async def read_answer(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
     """Record the chunks, the usage and the end of an answer. `now` returns the event loop's time in seconds.
 
-    Raises RequestFailed if the answer is not a stream, has no token, or ends with neither [DONE] nor a finish reason.
+    Raises RequestFailed if the server refuses the request, or if the answer is not a stream, has no token, or ends with
+    neither [DONE] nor a finish reason.
     """
     if response.status_code != httpx.codes.OK:
         await response.aread()

@@ -60,8 +60,8 @@ def model_shape(
     """Return the sizes of a model from its transformers config or the content of its config.json.
 
     `dtype_bytes` is the bytes of one number in the model's type. If `weights` is None, `model_weights` finds their
-    size, from the files in the directory `path` if possible. Raises ModelError if a size is missing or has the wrong
-    type.
+    size, from the files in the directory `path` if possible. Raises ModelError if the config does not describe the
+    layers, or if a size has the wrong type.
     """
     fields = read_fields(config, cache)
     geometry = kv_geometry(fields, dtype_bytes)

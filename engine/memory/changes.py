@@ -170,7 +170,7 @@ class _Search:
         return next(filter(None, tried), [])
 
     def narrower_types(self) -> list[Change]:
-        """Return the changes that store weights and KV, or KV alone, in fewer bytes."""
+        """Return the changes that store weights, KV or both in fewer bytes."""
         found: list[Change] = []
         kv_bytes = DTYPE_BYTES[self.planner.kv_dtype(self.config, self.device)]
         if kv_bytes > 2:
@@ -290,8 +290,8 @@ def config_for_demand(
 ) -> EngineConfig:
     """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`.
 
-    A setting stays as it is if its new value is None, or if the user chose it (`given`). Raises ConfigError if a chosen
-    setting is below the demand.
+    A setting stays as it is if its new value is None, or if the user set it (max_model_len: if `config` has a value;
+    max_num_seqs: if it is in `given`). Raises ConfigError if a value that the user set is below the demand.
     """
     demands: tuple[tuple[str, str, Any, bool, str], ...] = (
         ("max_model_len", "context", context, config.max_model_len is not None, " tokens"),

@@ -242,7 +242,7 @@ class ModelPlanner:
         return plan.resolve(config, self.dtype(config, device), self.kv_dtype(config, device)), plan
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
-        """Return the model's shape in the dtype of these settings. Raises ModelError if config.json lacks a size."""
+        """Return the model's shape in the dtype of these settings. Raises ModelError if config.json is invalid."""
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
         if dtype_bytes not in self._shapes:
             shape = model_shape(

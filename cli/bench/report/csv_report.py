@@ -15,7 +15,7 @@ from llmsched.engine.errors import LlmschedError
 def csv_columns() -> list[str]:
     """Return the column names of the CSV file.
 
-    Most columns hold a number and are named after its path in the JSON report, such as ttft_ms.p50. The last columns
+    Most columns hold one value and are named after its path in the JSON report, such as ttft_ms.p50. The last columns
     hold a JSON object each and are named after the figure.
     """
     return [

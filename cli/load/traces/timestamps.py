@@ -63,11 +63,11 @@ def read_timestamp(row: Row, name: str) -> Timestamp:
 def offsets(
     stamps: Sequence[Timestamp], unit: TimestampUnit | None, stated: TimestampUnit, fixed: bool, where: str
 ) -> tuple[list[float], str | None]:
-    """Return the seconds from the earliest timestamp to each, and a note that names the unit if it was inferred.
+    """Return the seconds from the earliest timestamp to each, and a note that names the unit unless the user chose it.
 
     `unit` is the user's choice, `stated` the format's unit, and `fixed` is True if all files of the format have that
-    unit. `where` names the file in errors. Raises TraceError if dates and numbers are mixed, or if a unit is given for
-    dates.
+    unit. There is no note for dates. `where` names the file in errors. Raises TraceError if dates and numbers are
+    mixed, or if a unit is given for dates.
     """
     values = [stamp.value for stamp in stamps]
     dates = sum(stamp.is_date for stamp in stamps)
