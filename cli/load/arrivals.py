@@ -1,8 +1,8 @@
 """Random arrival times of requests, at a rate that may change over time and with random gaps.
 
-First, arrivals with independent gaps are drawn at a mean rate of 1. Then they are stretched in time: request k is due
-when the integral of the rate since the start equals the time of the k-th of these arrivals. This is the time rescaling
-of an inhomogeneous Poisson process.
+First, arrivals with independent gaps are drawn at a mean rate of 1 per unit of time. Then they are stretched in time:
+request k is due when the integral of the rate since the start equals the time of the k-th of these arrivals. This is
+the time rescaling of an inhomogeneous Poisson process.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class Arrivals:
         return due[due < duration][:count]
 
     def _unit_times(self, generator: np.random.Generator, count: int) -> Times:
-        """Return the times of `count` arrivals at a mean rate of 1, in ascending order. The first is 0."""
+        """Return the times of `count` arrivals at a mean rate of 1 per unit of time, in ascending order. The first is
+        0.
+        """
         if self.process == "constant":
             return np.arange(count, dtype=np.float64)
         gaps = max(0, count - 1)

@@ -120,6 +120,7 @@ def rotary_limit(fields: Fields) -> int | None:
 
     Embeddings of the types longrope and dynamic change for the whole batch when its longest sequence exceeds the
     original context. Then results would depend on other requests, and keys that are already cached would be wrong.
+    Raises ModelError for an unknown type.
     """
     given = fields.get("rope_parameters", "rope_scaling", default={})
     if not isinstance(given, Mapping):

@@ -28,9 +28,9 @@ def encoder_parameters(config: Settings) -> int | None:
 
 
 def can_be_built(config: Settings) -> bool:
-    """Return True if the config has an encoder that is not in `_ENCODERS`.
+    """Return True if the parameters of the encoders must be counted by building the model.
 
-    To count the parameters of such a model, transformers must build it.
+    This is the case if the config describes an encoder but `_ENCODERS` does not have the model_type.
     """
     described = any(isinstance(config.get(f"{name}_config"), Mapping) for name in ("vision", "audio", "speech"))
     return described and str(config.get("model_type")) not in _ENCODERS

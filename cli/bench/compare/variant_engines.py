@@ -91,10 +91,10 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings of the one engine whose memory all variants like `config` share.
+        """Return settings for an engine with enough memory for the variant `config` and all variants that can share it.
 
-        Variants share memory if they differ only in settings that reserve none. The settings in LIMITS, such as
-        max_num_seqs, get the largest value of these variants, so that the memory suffices for each of them.
+        Variants can share memory if they differ only in settings that do not determine what is loaded and reserved. The
+        settings in LIMITS, such as max_num_seqs, get the largest value of all these variants.
         """
         from llmsched.engine.build import RESERVING
 

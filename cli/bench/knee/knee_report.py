@@ -141,7 +141,7 @@ def _table(document: dict[str, Any]) -> Table:
 
 
 def _limit(milliseconds: float) -> str:
-    """Return a limit in milliseconds as text, rounded to four digits or, from 1000 on, to a whole number."""
+    """Return the limit of an SLO as text: four digits or, from 1000 ms on, a whole number of milliseconds."""
     return f"{milliseconds:.0f}" if milliseconds >= 1000 else f"{milliseconds:.4g}"
 
 

@@ -25,9 +25,9 @@ class KneeGoal:
     A rate meets the goal if at least the share `attainment` of its requests meets every SLO; otherwise it misses the
     goal. The search starts at `start` (default: `low`). It goes up by `factor` as long as all rates meet the goal, or
     down by `factor` as long as all rates miss it. Then it narrows the interval between the highest rate that meets the
-    goal and the lowest rate that misses it, until the second is at most `tolerance` (a share) above the first. With
-    `repeat`, both are then tried once more. Raises LlmschedError, which names the flag and its range, for a value out
-    of range.
+    goal and the lowest rate that misses it, until these two rates differ by at most `tolerance` (a share of the lower
+    one). With `repeat`, it finally tries both rates once more. Raises LlmschedError, which names the flag and its
+    range, for a value out of range.
     """
 
     low: float
