@@ -251,7 +251,6 @@ def test_m02_the_file_beside_the_config_is_read(tmp_path: Path) -> None:
     fields = read_fields(with_quantization_file(LLAMA_70B, tmp_path))
     assert model_weights(None, fields, dtype_bytes=2).count == pytest.approx(67.67 * GIB, rel=0.001)
     form = quantization_of(fields)
-    assert form is not None
     assert (form.method, form.fp8_kv, form.arithmetic) == ("modelopt FP8", True, "fp8")
     own = LLAMA_70B | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     merged = with_quantization_file(own, tmp_path)["quantization_config"]

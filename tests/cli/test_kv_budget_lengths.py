@@ -50,7 +50,6 @@ def read(tmp_path: Path, text: str) -> LengthDistribution:
 def test_formats(tmp_path: Path, text: str) -> None:
     lengths = read(tmp_path, text)
     assert lengths.prompts.tolist() == [374, 396, 879]
-    assert lengths.outputs is not None
     assert lengths.outputs.tolist() == [44, 109, 1]
     assert lengths.totals.tolist() == [418, 505, 880]
     assert lengths.mean == pytest.approx(601)

@@ -126,7 +126,6 @@ def test_prompts_that_change_are_seen_from_what_the_cache_missed() -> None:
         classify(driver, prompt)
         driver.serve(prompt)
     report = driver.kv.prefix_cache.misses.watch.report()
-    assert report is not None
     assert (report.position, report.count) == (37, 49)
 
 
@@ -142,7 +141,6 @@ def test_a_time_in_the_system_prompt() -> None:
     for i in range(WINDOW):
         watch.add([*tokens(40), 5000 + i, *REST], 40)
     report = watch.report()
-    assert report is not None
     assert (report.position, report.count, report.window, report.start) == (40, WINDOW, WINDOW, 40 - AROUND)
     for i, example in zip((0, WINDOW - 1), report.examples, strict=True):
         assert list(example) == [*tokens(40)[-AROUND:], 5000 + i, *REST[: AROUND - 1]]
@@ -154,7 +152,6 @@ def test_values_of_different_length_that_begin_with_equal_digits() -> None:
         same = i % 4
         watch.add([*tokens(20), *[7] * same, 5000 + i, *words(i, i % 3), *REST], 20 + same)
     report = watch.report()
-    assert report is not None
     assert (report.position, report.count, report.start) == (20, WINDOW, 4)
     assert list(report.examples[1][:17]) == [*tokens(20)[4:], 7]
 
@@ -174,7 +171,6 @@ def test_half_must_agree() -> None:
     for i in range(MIN_AGREEING):
         watch.add([*tokens(40), 6000 + i, *REST], 40)
     report = watch.report()
-    assert report is not None
     assert report.count == MIN_AGREEING
 
 
@@ -193,7 +189,6 @@ def test_a_different_prompt_in_between_hides_nothing() -> None:
     for i in range(WINDOW):
         watch.add([*tokens(40), *words(i)] if i % 5 == 0 else [*tokens(40), 5000 + i, *REST], 40)
     report = watch.report()
-    assert report is not None
     assert report.count == WINDOW * 4 // 5
     assert all(example[-1] == REST[AROUND - 2] for example in report.examples)
 

@@ -81,7 +81,6 @@ def test_closest_child_shares_most_tokens() -> None:
         ([1], 2, 1),
     ):
         child, shared = tree.closest(None, "", encode(wanted))
-        assert child is not None
         assert (child.blocks, shared) == ((block,), common), wanted
     assert tree.closest(None, "", encode([5, 2, 3, 4])) == (None, 0)
     assert tree.closest(None, "other", encode([1, 2, 3, 4])) == (None, 0)

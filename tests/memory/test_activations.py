@@ -32,7 +32,6 @@ def peak_bytes(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     kineto = profiler.profiler
-    assert kineto is not None
     changes = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(changes, key=lambda event: event.start_ns()):

@@ -81,7 +81,6 @@ def test_a_demand_that_is_met() -> None:
 def test_a_demand_that_is_not_met_is_told_in_blocks() -> None:
     plan = PLANNER.plan(config_for_demand(EngineConfig(), {}, 32, 8192), gpu(24))
     message = MemoryDemand(32, 8192).shortfall(plan)
-    assert message is not None
     assert message.startswith("32 requests of 8,192 tokens need 32 x 512 = 16,384 blocks (32.0 GiB), there are ")
 
 
@@ -208,7 +207,6 @@ def test_a_model_that_does_not_fit_at_all_gets_what_would_hold_it() -> None:
 
 def test_the_longest_context_for_so_many_users() -> None:
     context = longest_context(PLANNER, EngineConfig(max_num_seqs=32), gpu(80), 32)
-    assert context is not None
     for length, wanted in ((context, True), (context + 16, False)):
         plan = PLANNER.plan(EngineConfig(max_num_seqs=32, max_model_len=length), gpu(80))
         assert MemoryDemand(32, length).met_by(plan) == wanted

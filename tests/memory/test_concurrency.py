@@ -26,7 +26,6 @@ def totals(*values: int) -> LengthDistribution:
 
 def held_blocks(mix: LengthDistribution, block_size: int = BLOCK) -> list[int]:
     """Return the blocks held at each step of each request: of p, p + 1, ... p + o - 1 tokens."""
-    assert mix.outputs is not None
     pairs = zip(mix.prompts.tolist(), mix.outputs.tolist(), strict=True)
     return [-(-(prompt + step) // block_size) for prompt, output in pairs for step in range(output)]
 
@@ -117,7 +116,6 @@ def test_percentiles_are_lengths_that_occur() -> None:
 def test_requests_beyond_a_limit_are_left_out() -> None:
     lengths = LengthDistribution("some", np.array([374, 396, 879]), np.array([44, 109, 1]))
     kept = lengths.within(505)
-    assert kept is not None
     assert kept.totals.tolist() == [418, 505]
     assert lengths.within(417) is None
 

@@ -97,7 +97,6 @@ def test_the_banner_tells_it(engine: Engine) -> None:
 
 
 def test_the_banner_counts_tokens_in_all_groups_of_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine.plan is not None
     plan = replace(engine.plan, layout=KVLayout(engine.plan.block_size, 1, 2, 40))
     monkeypatch.setattr(engine, "plan", plan)
     told_tokens = dict(start_rows(engine, "m"))["KV cache"]

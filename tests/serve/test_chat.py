@@ -216,9 +216,7 @@ def test_client_chat(client: openai.OpenAI) -> None:
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=4, logprobs=True
     )
     assert answer.choices[0].message.content == "abcd"
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
-    assert answer.choices[0].logprobs is not None
     assert [row.token for row in answer.choices[0].logprobs.content or []] == ["a", "b", "c", "d"]
 
 
@@ -233,7 +231,6 @@ def test_client_chat_stream(client: openai.OpenAI) -> None:
         )
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "abcd"
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 4
 
 

@@ -42,7 +42,6 @@ def serving(
     )
     try:
         printed: list[str] = []
-        assert child.stdout is not None
         for line in child.stdout:
             printed.append(line)
             if line.startswith("ready: "):
@@ -106,7 +105,6 @@ def test_output_that_cannot_be_written_hinders_nothing(tiny_model: Any, broken: 
         os.close(reading)
     options = ("--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "40")
     with serving(str(tiny_model("llama")), *options, stderr=writing) as (child, url, _):
-        assert child.stdout is not None
         child.stdout.close()
         body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:

@@ -144,8 +144,6 @@ def test_waste_and_peak_of_a_run(tiny_model: Callable[..., Path]) -> None:
     for meter, use in zip((meters[0], *meters), [(0, 0, 640), (320, 160, 0), (160, 40, 0)], strict=True):
         meter(KVUsage(*use, 1024))
     found = memory_usage((), plan.parts, merged(meters))  # type: ignore[attr-defined]
-    assert found is not None
-    assert found.parts is not None
     assert found.kv_waste == pytest.approx((0.5 + 0.25) / 2)
     assert found.peak_kv == 20 * plan.block_bytes  # type: ignore[attr-defined]
     assert found.peak == found.parts.weights + found.parts.activations + found.peak_kv

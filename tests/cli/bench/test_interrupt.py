@@ -32,7 +32,6 @@ def interrupted(after: float, *, partial: bool) -> Measurement:
 
     async def main() -> Measurement:
         task = asyncio.current_task()
-        assert task is not None
         asyncio.get_running_loop().call_later(after, task.cancel)
         server = FakeServer(lambda n: steady(5, 0.1, 0.1))
         figures = await measure_load("http://fake", work, transport=server, timeout=9.0, partial=partial)

@@ -255,12 +255,10 @@ def test_goodput_counts_failures_as_missed() -> None:
     scripts = [steady(5, 0.5, 0.1), steady(5, 2.0, 0.1), Script([], status=500), steady(5, 0.5, 0.3)]
     slo = Slo(ttft=1.0, itl=0.2)
     figures = bench(FakeServer(lambda number: scripts[number]), replace(ONE, num_prompts=4), slo)
-    assert figures.goodput is not None
     assert figures.duration == pytest.approx(2.4)
     assert figures.goodput.requests_per_s == pytest.approx(1 / 2.4)
     assert figures.goodput.attainment == {"ttft": 0.5, "itl": 0.5, "all": 0.25}
     table = slo_table(slo, figures)
-    assert table is not None
     assert table.rows == [
         ["TTFT", "1000 ms", "50.0%", "1", "1"],
         ["ITL p99", "200 ms", "50.0%", "1", "1"],
@@ -339,7 +337,6 @@ def test_the_steady_state_rate_includes_the_time_a_target_is_silent(after: Scrip
     work = replace(ONE, num_prompts=30, request_rate=10.0, arrivals="constant")
     figures = bench(FakeServer(lambda n: steady(5, 0.1, 0.1) if n < 10 else after), work, timeout=3.0)
     assert (figures.requests.completed, figures.requests.failed) == (10, 20)
-    assert figures.rates.steady_window is not None
     until = figures.rates.steady_window[1]
     assert until == pytest.approx(figures.duration if after.refused else 4.0)
     assert figures.rates.requests_steady == pytest.approx(9 / (until - 0.5))
@@ -560,6 +557,5 @@ def test_scheduler_decisions_are_requested_after_the_load() -> None:
         assert sum(record.timeline is not None for record in records) == told
         if told:
             timeline = records[0].timeline
-            assert timeline is not None
             assert (timeline.start, timeline.entries[0].time) == (0.0, 0.25)
             assert timeline.entries[0].details == {"running": 1}

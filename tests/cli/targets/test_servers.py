@@ -284,17 +284,14 @@ def test_the_state_under_each_servers_metric_names() -> None:
     sglang = "sglang:num_running_reqs 3\nsglang:num_queue_reqs 2\nsglang:token_usage 0.25\n"
     for text in (vllm, sglang):
         metrics = ServerMetrics.of(text)
-        assert metrics is not None
         assert metrics.sample(1.5) == TargetState(1.5, 3, 2, kv_held=0.25)
     llama_cpp = "llamacpp:requests_processing 3\nllamacpp:requests_deferred 2\nllamacpp:kv_cache_usage_ratio 0.25\n"
     tgi = "# TYPE tgi_queue_size gauge\ntgi_queue_size 2\ntgi_batch_current_size 3\ntgi_batch_current_max_tokens 9\n"
     for text, held in ((llama_cpp, 0.25), (tgi, None)):
         metrics = ServerMetrics.of(text)
-        assert metrics is not None
         assert metrics.sample(1.5) == TargetState(1.5, 3, 2, kv_held=held)
         assert metrics.memory() is None
     unknown = ServerMetrics.of("process_cpu_seconds_total 3\nvllm:num_requests_running NaN\n")
-    assert unknown is not None
     assert unknown.sample(1.5) is None
 
 
@@ -305,14 +302,12 @@ def test_requests_of_several_engines_add_up_and_shares_do_not() -> None:
         for n in (4, 8)
     )
     metrics = ServerMetrics.of(text)
-    assert metrics is not None
     assert metrics.sample(0.0) == TargetState(0.0, 12, 2, kv_held=pytest.approx(0.6))
 
 
 def test_metrics_that_are_not_finite_are_ignored() -> None:
     huge = "".join(f'vllm:num_requests_running{{engine="{n}"}} 1e308\n' for n in range(2))
     metrics = ServerMetrics.of(huge + "vllm:num_requests_waiting 0\nvllm:num_preemptions_total 1e999\n")
-    assert metrics is not None
     assert metrics.sample(0.0) is metrics.preemptions() is None
 
 

@@ -28,19 +28,16 @@ def blocks(*prompts: tuple[int, Sequence[int]]) -> RequestSample:
 
 def hit_rate(sample: RequestSample, block_size: int) -> float:
     found = shared_prefixes(sample, block_size)
-    assert found is not None
     return found.hit_rate
 
 
 def coverage(sample: RequestSample) -> dict[int, float]:
     found = shared_prefixes(sample, 16)
-    assert found is not None
     return {row.tokens: row.share for row in found.coverage}
 
 
 def test_lengths() -> None:
     found = length_figures([10, 20, 30, 40, 100])
-    assert found is not None
     assert (found.mean, found.p50, found.p75, found.max) == (40, 30, 40, 100)
     assert (found.p90, found.p95, found.p99) == (pytest.approx(76), pytest.approx(88), pytest.approx(97.6))
     assert found.tail == pytest.approx(97.6 / 40)
@@ -75,7 +72,6 @@ def test_coverage_of_blocks() -> None:
     assert (found[512], found[1024], found[2048]) == (0.6, 0.4, 0)
     assert (found[32], found[64], found[128]) == (0.8, 0.8, 0.6)
     rows = shared_prefixes(sample, 16)
-    assert rows is not None
     assert [row.tokens for row in rows.coverage if row.exact] == [512, 1024, 2048, 4096]
 
 
@@ -108,7 +104,6 @@ def test_an_equal_block_after_another_prefix_is_not_a_hit() -> None:
 
 def test_an_unlimited_cache_holds_each_prefix_once() -> None:
     found = shared_prefixes(blocks((1024, [0, 1]), (700, [0, 2]), (1024, [0, 1])), 16)
-    assert found is not None
     assert found.distinct_tokens == 512 + 512 + 188
 
 
@@ -116,10 +111,8 @@ def test_the_pin_is_the_prefix_that_saves_the_most_tokens() -> None:
     """Three prompts that share 16 tokens save less than two that share 48."""
     long, short = list(range(48)), list(range(16))
     found = shared_prefixes(tokens([7] * 20, [*short, *[9] * 8], [*long, 1], [*long, 2], [5]), 16)
-    assert found is not None
     assert found.pin == Pin(tokens=48, requests=2, example=2)
     alone = shared_prefixes(tokens([1] * 40, [2] * 40), 16)
-    assert alone is not None
     assert alone.pin is None
 
 
