@@ -103,19 +103,10 @@ FURTHER: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_experts": 4, "moe_intermediate_size": 32, "top_k_experts": 2, "num_global_key_value_heads": 1},
     "deepseek_v2": {"n_group": 1, "topk_group": 1},
     "deepseek_v3": {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
-    "nemotron_h": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    },
+    "nemotron_h": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
-NESTED_ONLY = {
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen2_5_vl_text",
-    "qwen3_vl_text",
-    "qwen3_vl_moe_text",
-}  # built as part of a whole that sees
+#: Built as part of a whole that sees.
+NESTED_ONLY = {"qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
 
 #: Families that transformers does not know.
 UNKNOWN = {"nemotron-nas", "openelm"}

@@ -26,16 +26,8 @@ CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 GIB = 1 << 30
 COUNTED = Parameters(linear=1 << 20, experts=1 << 21, embeddings=1000, other=100, encoders=10)
 PLAIN = 2 * (1000 + 100 + 10)
-LLAMA_70B = {
-    "model_type": "llama",
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
+LLAMA_70B = read_config_file(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
+LLAMA_70B |= {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:

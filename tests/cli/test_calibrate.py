@@ -18,22 +18,27 @@ LOAD = ("--num-prompts", "6", "--input-len", "20", "--output-len", "5", "--max-c
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LLMSCHED_PROFILES", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
-
-
-@pytest.fixture
 def model(tiny_model: Callable[..., Path]) -> str:
     return str(tiny_model("llama"))
 
 
-def test_what_is_measured_is_simulated(command: CommandLine, model: str, home: Path) -> None:
+_SAVED: dict[str, str] = {}
+
+
+@pytest.fixture
+def calibration(command: CommandLine, model: str, tmp_path: Path) -> Path:
+    """Return the file of a calibration of the model, which is measured once for all tests."""
+    if not _SAVED:
+        path = Path(command("calibrate", model, *QUICK, "--repeats", "1", "--json").json["saved"])
+        _SAVED[path.name] = path.read_text()
+    for name, content in _SAVED.items():
+        path = tmp_path / "profiles" / "calibrated" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return path
+
+
+def test_what_is_measured_is_simulated(command: CommandLine, model: str, tmp_path: Path) -> None:
     report = command("calibrate", model, *QUICK, "--repeats", "1", "--json").json
     assert report["measured"]
     assert len(report["steps"]) >= 12
@@ -44,7 +49,7 @@ def test_what_is_measured_is_simulated(command: CommandLine, model: str, home: P
     assert report["swap_bytes_per_s"] > 0
 
     kept = tomllib.loads(Path(report["saved"]).read_text())
-    assert Path(report["saved"]).parent == home / "calibrated"
+    assert Path(report["saved"]).parent == tmp_path / "profiles" / "calibrated"
     assert kept["cost"] == report["cost"]
 
     simulated = command("bench", model, *QUICK, "--simulate", "local", *LOAD, "--json").json
@@ -73,8 +78,8 @@ def test_without_a_calibration_it_says_what_to_do(command: CommandLine, model: s
     assert f"run `llmsched calibrate {model} --dtype float32`" in command.refused(*simulation, "--dtype", "float32")
 
 
+@pytest.mark.usefixtures("calibration")
 def test_a_calibration_of_another_model_is_not_taken(command: CommandLine, model: str, tmp_path: Path) -> None:
-    command("calibrate", model, *QUICK, "--repeats", "1", "--json")
     other = tmp_path / Path(model).name
     other.mkdir()
     content = json.loads((Path(model) / "config.json").read_text())
@@ -83,10 +88,8 @@ def test_a_calibration_of_another_model_is_not_taken(command: CommandLine, model
     assert "belongs to another model of the same name" in error
 
 
-def test_another_number_of_threads_is_told(command: CommandLine, model: str) -> None:
-    saved = Path(command("calibrate", model, *QUICK, "--repeats", "1", "--json").json["saved"])
-    content = saved.read_text()
-    saved.write_text(content.replace("threads = ", "threads = 9"))
+def test_another_number_of_threads_is_told(command: CommandLine, model: str, calibration: Path) -> None:
+    calibration.write_text(calibration.read_text().replace("threads = ", "threads = 9"))
     outcome = command("bench", model, *QUICK, "--simulate", "local", *LOAD, "--json")
     assert outcome.code == 0
     assert "warning: calibrated with 9" in outcome.err

@@ -153,75 +153,67 @@ def test_priority_in_the_body_goes_before_the_class(http: httpx.Client) -> None:
     assert "'urgent'; allowed is interactive or batch" in error["message"]
 
 
-ENTRIES = {
-    "queued": ({"ahead": 3, "running": 2}, "3 waiting, 2 running"),
-    "held back": ({"reason": "place kept for r1/0"}, "place kept for r1/0"),
-    "passed": (
-        {"by": "r2/0", "by_priority": 1, "times": 2},
-        "r2/0 (priority 1) goes first; overtaken twice so far",
-    ),
-    "waits for a prefix": ({"tokens": 64}, "another request is computing 64 tokens that both need"),
-    "does not fit": (
-        {"reason": "now", "missing_blocks": 3, "free_blocks": 6, "headroom_blocks": 2, "running": 7},
-        "3 blocks short with a headroom of 2; 6 available, 7 running",
-    ),
-    "admitted": (
-        {"running": 1, "cached_tokens": 32, "tokens": 50, "prefix": "diverged", "known_tokens": 35},
-        "32 of 50 tokens cached, 1 running; same as cached text up to token 35, then different",
-    ),
-    "preempted": (
-        {"reason": "memory", "how": "recompute", "lost_tokens": 96, "cost_ms": 12.0, "free_blocks": 0, "running": 7},
-        "memory ran out; 96 tokens to recompute, about 12.0 ms",
-    ),
-    "computed": ({"up_to": 50, "of": 50}, "up to token 50 of 50"),
-    "finished": ({"reason": "stop", "output_tokens": 9}, "stop, 9 tokens"),
-    "something new": ({"odd_number": 3}, "odd number 3"),
-}
+MISSED = {"running": 0, "cached_tokens": 0, "tokens": 9}
+LOST = MISSED | {"prefix": "evicted", "known_tokens": 0}
 
 
-@pytest.mark.parametrize("what", ENTRIES)
-def test_each_decision_has_its_words(what: str) -> None:
-    details, words = ENTRIES[what]
+@pytest.mark.parametrize(
+    ("what", "details", "words"),
+    [
+        ("queued", {"ahead": 3, "running": 2}, "3 waiting, 2 running"),
+        ("held back", {"reason": "place kept for r1/0"}, "place kept for r1/0"),
+        (
+            *("passed", {"by": "r2/0", "by_priority": 1, "times": 2}),
+            "r2/0 (priority 1) goes first; overtaken twice so far",
+        ),
+        ("waits for a prefix", {"tokens": 64}, "another request is computing 64 tokens that both need"),
+        (
+            "does not fit",
+            {"reason": "now", "missing_blocks": 3, "free_blocks": 6, "headroom_blocks": 2, "running": 7},
+            "3 blocks short with a headroom of 2; 6 available, 7 running",
+        ),
+        (
+            "admitted",
+            {"running": 1, "cached_tokens": 32, "tokens": 50, "prefix": "diverged", "known_tokens": 35},
+            "32 of 50 tokens cached, 1 running; same as cached text up to token 35, then different",
+        ),
+        (
+            *("admitted", {"running": 0, "cached_tokens": 95, "tokens": 96, "restored_blocks": 6}),
+            "95 of 96 tokens cached, 0 running; 6 blocks copied back from host memory",
+        ),
+        ("admitted", LOST, "0 of 9 tokens cached, 0 running; the rest was evicted"),  # by windows only: no age
+        (
+            *("admitted", LOST | {"evicted_s_ago": 2.5}),
+            "0 of 9 tokens cached, 0 running; the rest was evicted 2.50 s ago",
+        ),
+        (
+            *("admitted", MISSED | {"waited_for_memory_ms": 1250.0, "waited_for_slot_ms": 20.0}),
+            "waited 20.0 ms for room among the running requests (max_num_seqs), 1.25 s for memory; "
+            "0 of 9 tokens cached, 0 running",
+        ),
+        (
+            "preempted",
+            {"reason": "memory", "how": "recompute", "lost_tokens": 96, "cost_ms": 12.0, "free_blocks": 0},
+            "memory ran out; 96 tokens to recompute, about 12.0 ms",
+        ),
+        (
+            "preempted",
+            {"reason": "class", "how": "swap", "swapped_blocks": 6, "cost_ms": 1.25, "free_blocks": 0, "running": 1},
+            "a request of higher priority needed its room; 6 blocks swapped to host memory, about 1.25 ms out and back",
+        ),
+        ("computed", {"up_to": 50, "of": 50}, "up to token 50 of 50"),
+        ("finished", {"reason": "stop", "output_tokens": 9}, "stop, 9 tokens"),
+        ("something new", {"odd_number": 3}, "odd number 3"),
+    ],
+)
+def test_each_decision_has_its_words(what: str, details: dict[str, Any], words: str) -> None:
     entry = {"what": what, "details": details, "count": 1}
     assert told(entry) == words
     assert told({**entry, "count": 4}) == f"{words} (4 times)"
 
 
-def test_words_of_swaps() -> None:
-    details = {"reason": "class", "how": "swap", "swapped_blocks": 6, "cost_ms": 1.25, "free_blocks": 0, "running": 1}
-    assert told({"what": "preempted", "count": 1, "details": details}) == (
-        "a request of higher priority needed its room; 6 blocks swapped to host memory, about 1.25 ms out and back"
-    )
-    details = {"running": 0, "cached_tokens": 95, "tokens": 96, "restored_blocks": 6}
-    assert told({"what": "admitted", "count": 1, "details": details}) == (
-        "95 of 96 tokens cached, 0 running; 6 blocks copied back from host memory"
-    )
-
-
-def test_an_evicted_prefix_has_its_age() -> None:
-    details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
-    entry = {"what": "admitted", "count": 1, "details": {**details, "evicted_s_ago": 2.5}}
-    assert told(entry) == "0 of 9 tokens cached, 0 running; the rest was evicted 2.50 s ago"
-
-
-def test_words_of_waiting_reasons() -> None:
-    details = {
-        "running": 1,
-        "cached_tokens": 0,
-        "tokens": 9,
-        "waited_for_memory_ms": 1250.0,
-        "waited_for_slot_ms": 20.0,
-    }
-    assert told({"what": "admitted", "count": 1, "details": details}) == (
-        "waited 20.0 ms for room among the running requests (max_num_seqs), "
-        "1.25 s for memory; 0 of 9 tokens cached, 1 running"
-    )
+def test_every_reason_to_wait_has_words() -> None:
     assert set(_WAITED_FOR) == set(WaitReason)
-
-
-def test_a_prefix_lost_by_windows_only_has_no_age() -> None:
-    details = {"running": 0, "cached_tokens": 0, "tokens": 9, "prefix": "evicted", "known_tokens": 0}
-    assert told({"what": "admitted", "count": 1, "details": details}).endswith("; the rest was evicted")
 
 
 def test_every_decision_of_the_scheduler_has_words() -> None:

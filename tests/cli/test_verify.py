@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from command_line import CommandLine
+from engines import PARITY_CHECKS
 
 from llmsched.cli import progress_display as progress
 from llmsched.cli import verify
 from llmsched.engine.model import paged
 from llmsched.engine.parity.logit_comparison import CaseResult, Divergence
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +30,7 @@ def test_the_json_contract(command: CommandLine, model: str) -> None:
     assert outcome.code == 0
     answer = outcome.json
     assert answer["ok"] is True
-    assert [check["name"] for check in answer["checks"]] == [
-        "alone",
-        "mixed batch",
-        "chunks of 1",
-        "chunks of 7",
-        "chunks of 16",
-        "chunks of 17",
-        "prefix hits",
-        "preemption",
-        "preemption, prefix cache",
-        "preemption, swap",
-    ]
+    assert [check["name"] for check in answer["checks"]] == [*PARITY_CHECKS]
     for check in answer["checks"]:
         assert check["tokens_equal"] is True
         assert 0 < check["max_abs_logit_diff"] < 1e-4

@@ -1,16 +1,9 @@
-"""Fixture that limits torch to one thread. Small models gain nothing from more, and a busy machine loses a lot."""
+"""Fixture that runs every test of the engine on one thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True)
+def on_one_thread(one_thread: None) -> None: ...

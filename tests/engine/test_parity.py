@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EOS, generate, make_engine, prompt, sampling, tokenizer
+from engines import EOS, PARITY_CHECKS, generate, make_engine, prompt, sampling, tokenizer
 from tiny_models import ARCHITECTURES, MAX_POSITION, VOCAB_SIZE, build_model
 
 from llmsched.engine.core import Engine
@@ -33,19 +33,6 @@ from llmsched.engine.parity.verification import LoadedModel, check_parity
 from llmsched.engine.scheduler.scheduler import Scheduler
 from llmsched.kernels.cpu import ops
 
-CHECKS = (
-    "alone",
-    "mixed batch",
-    "chunks of 1",
-    "chunks of 7",
-    "chunks of 16",
-    "chunks of 17",
-    "prefix hits",
-    "preemption",
-    "preemption, prefix cache",
-    "preemption, swap",
-)
-
 
 def subject(arch: str, dtype: torch.dtype = torch.float32, block_size: int = 16) -> LoadedModel:
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
@@ -62,7 +49,7 @@ def compare(arch: str, dtype: torch.dtype = torch.float32) -> ParityReport:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tokens_and_logits_are_those_of_transformers(arch: str) -> None:
     report = check_parity(subject(arch), num_prompts=4, num_tokens=18)
-    assert tuple(check.name for check in report.checks) == CHECKS
+    assert tuple(check.name for check in report.checks) == PARITY_CHECKS
     for check in report.checks:
         assert check.tokens_equal, check
         assert check.max_abs_logit_diff is not None
@@ -215,21 +202,21 @@ def the_second_best_token_is_chosen(patch: Patch) -> None:
 
 #: Name -> (architecture, fault, checks that must find it; the others must not).
 FAULTS: dict[str, tuple[str, Callable[[Patch], None], tuple[str, ...]]] = {
-    "window one too wide": ("mistral", attention(window=lambda window: window + 1), CHECKS),
-    "window one too narrow": ("gemma3", attention(window=lambda window: window and window - 1), CHECKS),
-    "scale off by 1%": ("llama", attention(scale=lambda scale: scale * 1.01), CHECKS),
-    "soft-capping ignored": ("gemma2", attention(softcap=lambda softcap: None), CHECKS),
-    "sinks ignored": ("gpt_oss", attention(sinks=lambda sinks: None), CHECKS),
-    "a slot not written": ("llama", last_slot_not_written, CHECKS),
+    "window one too wide": ("mistral", attention(window=lambda window: window + 1), PARITY_CHECKS),
+    "window one too narrow": ("gemma3", attention(window=lambda window: window and window - 1), PARITY_CHECKS),
+    "scale off by 1%": ("llama", attention(scale=lambda scale: scale * 1.01), PARITY_CHECKS),
+    "soft-capping ignored": ("gemma2", attention(softcap=lambda softcap: None), PARITY_CHECKS),
+    "sinks ignored": ("gpt_oss", attention(sinks=lambda sinks: None), PARITY_CHECKS),
+    "a slot not written": ("llama", last_slot_not_written, PARITY_CHECKS),
     "positions restart": (
         "qwen2",
         positions_restart_in_each_chunk,
         ("chunks of 1", "chunks of 7", "chunks of 16", "chunks of 17", "mixed batch", "prefix hits"),
     ),
     "a hit too far": ("phi3", hits_reach_a_token_too_far, ("prefix hits",)),
-    "preemption forgets": ("llama", preemption_forgets_the_output, CHECKS[-3:]),
-    "swapped KV comes back out of order": ("llama", swapped_blocks_come_back_out_of_order, CHECKS[-1:]),
-    "wrong token": ("llama", the_second_best_token_is_chosen, CHECKS),
+    "preemption forgets": ("llama", preemption_forgets_the_output, PARITY_CHECKS[-3:]),
+    "swapped KV comes back out of order": ("llama", swapped_blocks_come_back_out_of_order, PARITY_CHECKS[-1:]),
+    "wrong token": ("llama", the_second_best_token_is_chosen, PARITY_CHECKS),
 }
 
 
@@ -282,7 +269,7 @@ def test_an_engine_that_raises_fails_its_check_alone(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Scheduler, "_preempt", wrong)
     report = compare("llama")
-    assert [check.name for check in report.checks if not check.ok] == list(CHECKS[-3:])
+    assert [check.name for check in report.checks if not check.ok] == list(PARITY_CHECKS[-3:])
     assert report.checks[-1].problems == ["the engine failed: RuntimeError: no such block"]
     assert report.checks[-1].max_abs_logit_diff is None
 

@@ -27,6 +27,9 @@ BLOCK = 16
 #: Engines with too little memory for a few requests.
 SMALL_POOL: dict[str, Any] = {"num_blocks": 14, "headroom": 0.0, "block_size": 16, "max_model_len": 128}
 SWAP = {"preemption_mode": "swap", "swap_blocks": 24, "enable_prefix_caching": False}
+#: Names of all checks against transformers.
+PARITY_CHECKS = ("alone", "mixed batch", *(f"chunks of {size}" for size in (1, 7, 16, 17)), "prefix hits")
+PARITY_CHECKS += ("preemption", "preemption, prefix cache", "preemption, swap")
 
 
 @cache
