@@ -111,8 +111,9 @@ class Arrivals:
         return due[due < duration][:count]
 
     def _unit_times(self, generator: np.random.Generator, count: int) -> Times:
-        """Return the times of `count` arrivals at a mean rate of 1 per unit of time, in ascending order. The first is
-        0.
+        """Return the times of `count` arrivals at a mean rate of 1 per unit of time, in ascending order.
+
+        The first time is 0.
         """
         if self.process == "constant":
             return np.arange(count, dtype=np.float64)

@@ -39,7 +39,7 @@ class MemoryDemand:
     context: int = 0
 
     def length(self, plan: MemoryPlan) -> int:
-        """Return the length of each request in tokens."""
+        """Return the length of each request in tokens: `context` or, if that is 0, the plan's max_model_len."""
         return self.context or plan.max_model_len
 
     def num_fitting(self, plan: MemoryPlan) -> int:
@@ -116,7 +116,11 @@ def changes(
 
 
 class _Search:
-    """Search for changes to one configuration. All methods return only changes with which a plan meets the demand."""
+    """Search for changes to one configuration.
+
+    Each method returns a list of changes with which a plan meets the demand. The list is empty if no such change
+    exists.
+    """
 
     def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
         self.planner = planner
@@ -157,8 +161,7 @@ class _Search:
     def fewer_states(self) -> list[Change]:
         """Return the change of max_num_seqs to the largest power of two that suffices.
 
-        Without recurrent state, which is reserved for max_num_seqs sequences, there is nothing to gain: return an empty
-        list.
+        Recurrent state is reserved for max_num_seqs sequences. For a model without such state, the list is empty.
         """
         powers = range((self.plan.max_num_seqs_limit - 1).bit_length() if self.plan.state_bytes_per_seq else 0)
         counts = [1 << power for power in powers if 1 << power >= self.demand.users]
