@@ -84,7 +84,7 @@ class SamplingParams:
 
 
 def within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
-    """Raise RequestError unless low <= value <= high (None: no bound). Its `param` is `param` if given, else `name`."""
+    """Raise RequestError for the field `param` (default: `name`) unless low <= value <= high (None: no bound)."""
     if math.isnan(value) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"{low} or more"
         raise RequestError(param or name, f"{name} is {value}; allowed is {span}")

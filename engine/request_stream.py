@@ -17,8 +17,8 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
     after `AsyncEngine.submit` returned. Leaving the stream's `async with` block early aborts the request. For use on
     the event loop only.
 
-    If an output arrives while the previous output of the same choice is unread, both are merged. The event `ready` is
-    set when there is something to `take`; a reader may give several streams one event. If `wakes_at_end` is True,
+    If an output arrives while the previous output of the same choice is unread, the two are merged. The event `ready`
+    is set when there is something to `take`; a reader may give several streams one event. If `wakes_at_end` is True,
     `ready` is set only when a choice or the stream has ended. A reader may set the function `pass_on`, which is called
     with each output first. If it returns True, the output counts as read.
     """

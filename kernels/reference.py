@@ -140,11 +140,11 @@ MIN_SCORE = -28.0
 def sample(logits: Tensor, parameters: Tensor) -> Tensor:
     """Draw a token id for each row of logits [R, V]. Return ids [R] (int64), -1 where the best logit is not finite.
 
-    `parameters` is [6, R] (float64), see SamplingParameter. A greedy row takes its best token. Tokens are ordered by
-    logit, and tokens with equal logits (common in bfloat16) by id. In the other rows, one filter after the other
-    applies. The temperature divides the logits. min_p keeps tokens with at least min_p times the best token's
-    probability. top_k keeps the k best of these. top_p keeps the fewest best tokens whose renormalised probabilities
-    sum to top_p or more. One of the remaining tokens wins the `race`.
+    `parameters` is [6, R] (float64), see SamplingParameter. Tokens are ordered by logit, and tokens with equal logits
+    (common in bfloat16) by id. A greedy row takes the first token. In other rows, the temperature divides the logits,
+    and the filters apply one after the other: min_p keeps tokens with at least min_p times the best token's
+    probability, top_k keeps the k best of these, and top_p keeps the fewest best tokens whose renormalised
+    probabilities sum to top_p or more. One of the remaining tokens wins the `race`.
 
     Weights are integers, so that no order of additions changes a sum: every row gets the same token in every batch.
     """
@@ -168,10 +168,10 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
     """Draw one id per row with probabilities proportional to weights [R, V] (int64), by an exponential race.
 
     `keys` [R, 2] (int64) are the random keys. Each token has an independent exponential time E, and the token with the
-    largest weight / E is drawn, which happens with probability weight / sum. It is the Gumbel-max trick, because log w
-    - log E is log w plus Gumbel noise. The race has two rounds, to draw fewer random numbers. First the chunks of CHUNK
-    tokens compete, each with the sum of its weights. Then the tokens in the winning chunk compete. Lower ids win ties.
-    A token of weight 0 is drawn only if all weights are 0.
+    largest weight / E is drawn, which happens with probability weight / sum. This is the Gumbel-max trick, because
+    -log E is Gumbel noise. The race has two rounds, to draw fewer random numbers. First the chunks of CHUNK tokens
+    compete, each with the sum of its weights. Then the tokens in the winning chunk compete. Lower ids win ties. A token
+    of weight 0 is drawn only if all weights are 0.
 
     The draw hardly depends on rounding, because the times do not depend on the logits. If a recomputation moves logits
     by 1e-6, about one draw in 1e6 changes. Inverting the cumulative distribution would change far more draws, because
@@ -225,7 +225,7 @@ def add_norm(
     offset: float = 0.0,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Add `branch` [T, N] to `residual` [T, N] in place, if there is one, and return the RMS norm of the sum, [T, N].
+    """Add `branch` [T, N] to `residual` [T, N] in place, unless it is None, and return the RMS norm of the sum, [T, N].
 
     The norm of a row x is x / sqrt(mean(x^2) + eps) * (weight + offset), with `weight` [N]. With `branch_weight` [N],
     the branch is normalised with these weights before it is added (Gemma-2). All sums are computed in float32. The norm

@@ -43,7 +43,7 @@ class EngineSpec:
     shares: Mapping[str, Efficiency]
 
     def on(self, gpu: GpuSpec) -> Efficiency:
-        """Return the shares for this GPU if there are any, else those for its architecture, else the default shares."""
+        """Return the shares for this GPU if there are any, else the shares for its architecture, else the default."""
         return self.shares.get(gpu.key) or self.shares.get(gpu.architecture) or self.shares["default"]
 
 

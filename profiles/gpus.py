@@ -81,7 +81,7 @@ def same_gpu(one: str, other: str) -> bool:
 def _spellings() -> dict[str, set[str]]:
     """Return the words that may describe each GPU: all words of its names, and its memory as vendors round it ("24gb").
 
-    The keys are those of gpus.toml.
+    The keys are the same as in gpus.toml.
     """
     return {
         spec.key: _words(f"{spec.key} {spec.name} {spec.driver_name} {-(-spec.memory // 2**33) * 8}gb")

@@ -120,7 +120,7 @@ LINEAR = FittedCost._fields[1:-1]
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the numbers by which FittedCost multiplies the coefficients in LINEAR, in the same order.
+    """Return the numbers by which FittedCost multiplies its coefficients, in the order of LINEAR.
 
     The numbers for sliding-window layers come last, and are left out if `windowed` is False.
     """

@@ -134,7 +134,7 @@ def parameters_of(sequences: ListLike[Sequence]) -> npt.NDArray[np.float64]:
 class PendingLogprobs:
     """Log-probabilities of N tokens, selected on the device from logprobs [N, V] (fp32) and copied to the host.
 
-    Row i has the log-probability of token_ids[i] and those of the counts[i] best tokens.
+    Row i has the log-probabilities of token_ids[i] and of the counts[i] best tokens.
     """
 
     def __init__(self, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> None:
@@ -155,7 +155,7 @@ class PendingLogprobs:
 def enqueue_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
 ) -> list[PendingLogprobs]:
-    """Start to compute PendingLogprobs under the log-softmax of logits [N, V].
+    """Start to compute the log-probabilities of `token_ids` [N] and of the `counts` best tokens of logits [N, V].
 
     Each part of the result has rows_at_once rows, because only that many rows are converted to fp32 at a time.
     """

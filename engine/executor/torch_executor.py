@@ -82,7 +82,7 @@ class _LaunchedPart(NamedTuple):
 
 
 class _LaunchedStep(NamedTuple):
-    """Step that the device may still be computing. `copies` are the times of the copies from and to host memory."""
+    """Step that the device may still be computing. `copies` are stopwatches of copies from and to host memory."""
 
     num_rows: int
     parts: list[_LaunchedPart]

@@ -60,7 +60,7 @@ class KVLayout:
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many tokens a sequence keeps in blocks, summed over groups, for each length in `num_tokens`."""
+        """Return for each sequence length in `num_tokens` how many tokens the groups keep, summed over groups."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 

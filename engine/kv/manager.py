@@ -236,7 +236,7 @@ class KVManager:
         self.release(request)
 
     def _num_held_by_others(self, request: Request) -> int:
-        """Return how many leading findable blocks, per full-attention group, other requests or pins also hold."""
+        """Return how many leading findable blocks of each full-attention group are held by other requests or pins."""
         if not self.prefix_cache.serves(request) or not self.layout.full_groups:
             return 0
         table = request.table

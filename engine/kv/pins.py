@@ -15,9 +15,9 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return the largest number of blocks that pins may hold: `share` x `num_blocks`, or less.
+    """Return the largest number of blocks that pins may hold: `share` x `num_blocks` or less.
 
-    Pins must leave `max_request_blocks` blocks, because the longest request needs them.
+    It is less if pins would otherwise leave fewer than `max_request_blocks` blocks, which the longest request needs.
     """
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 

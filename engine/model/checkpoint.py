@@ -25,7 +25,7 @@ _MAX_NAMES = 5
 
 
 class LazyTensor:
-    """Tensor on disk. `tensor[...]`, as transformers' loader writes it, calls `read` to read the tensor each time."""
+    """Tensor on disk. Each time that transformers' loader indexes it (`tensor[...]`), `read` reads it."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.read = read

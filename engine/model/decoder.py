@@ -41,8 +41,8 @@ class Layer(NamedTuple):
 
     `attention_norm` and `mlp_norm` are the weights of the norms of the outputs of attention and MLP, each None if the
     output is added to the residual as it is. `middle_norm` are the weights of the norm before the MLP, and `next_norm`
-    those of the norm after it: the first norm of the next layer, or the model's last norm. `head_norms` has the
-    arguments of `rotate_and_write` that normalise heads. `rotary` is the index of the layer's rotary embedding.
+    the weights of the norm after the layer: the first norm of the next layer, or the model's last norm. `head_norms`
+    has the arguments of `rotate_and_write` that normalise heads. `rotary` is the index of the layer's rotary embedding.
     """
 
     project: Product
@@ -183,7 +183,7 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
 
 
 def product(linears: Sequence[nn.Linear]) -> Product:
-    """Return the product that computes all of these projections.
+    """Return the product that computes all of `linears` at once.
 
     Their parameters become views of joined tensors. Raises UnknownStructureError if only some have a bias.
     """

@@ -62,7 +62,7 @@ def demo_directory(progress: Progress = silent) -> Path:
 
 
 def _set_sampling(path: Path) -> None:
-    """Lower temperature and top_p in generation_config.json, because so small a model writes nonsense at 1.0."""
+    """Lower temperature and top_p in generation_config.json: at temperature 1, so small a model writes nonsense."""
     generation = json.loads(path.read_text(encoding="utf-8")) | {"temperature": 0.2, "top_p": 0.9}
     path.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 

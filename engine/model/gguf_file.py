@@ -54,7 +54,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse a .gguf file. The result is kept and returned again while the file has the same time and size.
+    """Parse a .gguf file, or return the earlier result if its modification time and size have not changed.
 
     Raises ModelError if the file is damaged, is one part of a split file, or has an unsupported architecture.
     """

@@ -68,7 +68,7 @@ class Admission:
         self.backfill.new_step()
 
     def changed(self) -> None:
-        """Begin a new epoch. Call this after a change that may let a waiting request be admitted."""
+        """Begin a new epoch (see Admission). Call this after a change that may let a waiting request be admitted."""
         self._epoch += 1
 
     def exclude(self, request: Request) -> None:

@@ -30,7 +30,7 @@ class SchedulerCounters:
 class Entry:
     """Decision about a request, made `count` times in a row from `time` to `until` (seconds of the engine's clock).
 
-    `what` names the decision, such as "preempted". `details` has the reason and figures of the last time.
+    `what` names the decision, such as "preempted". `details` has the reason and figures of the last of these decisions.
     """
 
     time: float

@@ -106,7 +106,7 @@ class Preemption:
         self._memory_by_class = config.priority_step > 0
 
     def loss(self, request: Request, demand: int | None = None, *, may_swap: bool = True) -> Loss:
-        """Return the cost of preempting the request. If `may_swap` is False, the cost is that of recomputing.
+        """Return the cost of preempting the request. If `may_swap` is False, this is the cost of recomputing.
 
         `demand` is the number of blocks that other requests will take from the pool; it determines how much of the
         request's KV the prefix cache keeps. None means all available blocks, because running requests keep growing.
@@ -125,8 +125,8 @@ class Preemption:
     def decide(self, request: Request, demand: int | None, *, may_swap: bool = True) -> Loss:
         """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
 
-        In mode auto, a decision against a possible copy moves the cost of copies towards the assumed cost: without
-        copies, it would not be measured again.
+        In mode auto, a decision against a possible copy moves the cost of copies towards the assumed cost, because
+        without copies their cost is not measured again.
         """
         loss = self.loss(request, demand, may_swap=may_swap)
         if self._mode == "auto" and may_swap and not loss.swap and self._kv.swap.num_free:

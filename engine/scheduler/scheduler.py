@@ -120,7 +120,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which an idle engine waits for more requests; None if it does not."""
+        """Return the time (engine's clock) until which an idle engine waits for requests; None if it does not wait."""
         first = self.waiting.first_arrival
         if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
             return None

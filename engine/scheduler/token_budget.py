@@ -28,7 +28,7 @@ class Pacer:
 
     The budget is `limit` if there is no target, if no request decodes, or if the model has seen too few steps to be
     trusted. Otherwise it is `limit` or less. `limit` begins as max_num_batched_tokens. `lower` reduces it after a step
-    that ran out of memory, and every RAISE_AFTER steps without such a failure double it, up to its first value.
+    that ran out of memory, and RAISE_AFTER or more steps without such a failure double it, up to its first value.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -61,7 +61,7 @@ class Pacer:
         return self.step_budget
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Add a computed plan and its time in seconds to the step-time model, and count the step for RAISE_AFTER."""
+        """Add a computed plan and its time in seconds to the step-time model. Raise a lowered limit if it is time."""
         if self._target is not None:
             self.model.learn(shape_of(plan), seconds)
         if self.limit < self._most:
@@ -80,7 +80,7 @@ class Pacer:
 
 
 class StepBuilder:
-    """Builder of one step's rows (one per request) within a token budget. `left` tokens are not yet scheduled."""
+    """Builder of one step's rows (one per request) within a token budget. `left` is the rest of the budget."""
 
     def __init__(self, token_budget: int, kv: KVManager, ledger: Ledger) -> None:
         self.left = token_budget

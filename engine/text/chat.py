@@ -34,15 +34,15 @@ def render_chat(
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
     `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template, which transformers runs in a
-    sandbox. If `continue_final_message` is one of them, the token ids end with the text of the last message, without
+    sandbox. If one of them is `continue_final_message`, the token ids end with the text of the last message, without
     the start of another turn.
 
     Only the template writes special tokens. If messages or `template_kwargs` contain the text of a special token, this
     text is encoded as plain text. The same holds for other tokens that the template writes around turns, except in
     assistant messages. With `parse_special`, the text of any token is encoded as this token.
 
-    Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or a keyword
-    is reserved. `check` may refuse the text before it is encoded.
+    Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or
+    `template_kwargs` has a keyword that requests may not set. `check` may refuse the text before it is encoded.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
@@ -162,7 +162,10 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each system message joined to the user message beside it, else made a user message."""
+    """Return the messages with each system message joined to the user message beside it.
+
+    A system message without a user message beside it becomes a user message.
+    """
     turns: list[Message] = []
     after_system = False
     for message in messages:

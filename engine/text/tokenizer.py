@@ -89,7 +89,7 @@ class Tokenizer:
 
         A backend first looks for added tokens in the raw text. Then it normalises the text between them, where the copy
         removes the marks. Last, it looks for the added tokens that are declared as normalised. In the copy, only blank
-        tokens are, so a token that was marked is not recognised after its marks are gone.
+        tokens are declared so. Thus a token that was marked is not recognised after its marks are gone.
         """
         from tokenizers import AddedToken, Tokenizer, normalizers
 

@@ -119,7 +119,8 @@ def put_bfloat16(array: Any, index: Any, value: Any) -> None:
 def exp32(x: Any) -> Any:
     """Return exp(x) for x <= 0, accurate to about one unit in the last place. Below -87 the result is exp(-87).
 
-    Unlike math.exp, it lets LLVM vectorise loops. As in Cephes' expf, x = k ln 2 + r, with a polynomial in r.
+    Unlike math.exp, it lets LLVM vectorise loops. As in Cephes' expf, x is split into k ln 2 + r, and a polynomial
+    gives exp(r).
     """
     x = np.float32(-87) if x < np.float32(-87) else x
     k = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))

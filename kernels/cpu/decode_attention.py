@@ -84,7 +84,7 @@ def attend_rows(
     """Compute the attention of the listed rows and write it to `output` [tokens, heads, value_dim].
 
     Other tokens of `output` do not change. `query` and `output` have the same type, float32 or bfloat16. `sinks` and
-    `slopes` are float32, the caches have a dtype in ELEMENTS, and `block_tables` are int32. All tensors must be
+    `slopes` are float32, the caches are float32, bfloat16 or float16, and `block_tables` are int32. All tensors must be
     contiguous.
     """
     rows, num_splits = listed
@@ -123,7 +123,7 @@ def attend_rows(
 
 @cache
 def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs, compiled for the types of query and output, and of the cache."""
+    """Return the function that each thread runs, compiled for query and output of `element` and a cache of `cached`."""
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:

@@ -55,11 +55,11 @@ def arguments_type(addresses: Sequence[str], sizes: Sequence[str], floats: Seque
 def run(body: Any, arguments: Any, *, parallel: bool) -> None:
     """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
 
-    With `parallel`, all of torch's threads call it if torch's runtime has GOMP_parallel; with fewer threads, libgomp
-    would end the unused ones. Without `parallel`, the calling thread keeps the GIL, because another thread would hold a
-    released GIL for longer than the work takes, so the work should be short. `body` gets a pointer to `arguments`, a
-    record of a class from `arguments_type`; `run` sets its field num_threads. In `body`, thread_num() returns the
-    number of the thread.
+    If `parallel` is True and torch's runtime has GOMP_parallel, all of torch's threads call `body`, never fewer,
+    because libgomp would end the unused threads. If `parallel` is False, the work must be short, because the calling
+    thread keeps the GIL: another thread would hold a released GIL for longer than short work takes. `body` gets a
+    pointer to `arguments`, a record of a class from `arguments_type`; `run` sets its field num_threads. In `body`,
+    thread_num() returns the number of the thread.
     """
     runtime = load_runtime() if parallel else None
     if runtime:

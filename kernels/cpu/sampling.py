@@ -272,14 +272,14 @@ def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, 
 
 @jit()
 def from_key(key: Any) -> Any:
-    """Return the float32 with this `order_key`."""
+    """Return the float32 whose `order_key` is `key`."""
     bits = np.int32(key)
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
 @jit(EXACT)
 def find_winner(amounts: Any, name: int, first: Any, second: Any) -> Any:
-    """Return the index of the largest amount / time of a race. The hash names of times are `name`, `name` + 1, ..."""
+    """Return the index of the largest amount / time in the race. Times are hashed from the names `name` + index."""
     best, largest = 0, -1.0
     for i in range(amounts.shape[0]):
         if amounts[i] > 0:

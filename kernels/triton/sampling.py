@@ -1,4 +1,4 @@
-"""Sampling for CUDA: one program samples one row, without a sort and without a wait of the host.
+"""Sampling for CUDA: one program samples one row, without a sort, and the host does not wait for it.
 
 The filters top_k and top_p keep the tokens whose key (see `order_key`) is above a threshold, and the first few tokens
 whose key equals it. To find the threshold, each pass over the row divides the range of keys by four: 8 passes for
@@ -39,7 +39,7 @@ def order_key(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def from_key(key, SHIFT: tl.constexpr):
-    """Return the float32 value with this `order_key`."""
+    """Return the float32 value whose `order_key` is `key`."""
     whole = key
     if SHIFT > 0:
         whole = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
