@@ -337,8 +337,8 @@ class LayerReader:
     def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
         """Return the value of the setting `name` for one layer.
 
-        A value for this layer alone comes first. Next, if the layer has a window, comes the value for all such layers.
-        Last comes the value for all layers.
+        If the config has a value for this layer alone, that is returned. Otherwise, a layer with a window has the value
+        for all such layers, if there is one. Any other layer has the value for all layers.
         """
         value = self.fields.get(f"swa_{name}") if kind == "window" else None
         value = self.fields.get(name) if value is None else value

@@ -101,7 +101,8 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers POST /NAME/v1/... by one script of SCRIPTS[NAME] after another, over and over.
+    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME]. After the last comes the first
+    again.
 
     GET /NAME/log returns the log of these answers and clears it.
     """
