@@ -24,22 +24,24 @@ _COMMENT = b": waiting\n\n"
 _LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in ("\x85", "\u2028", "\u2029")}
 
 
-async def read_body(request: Request, max_bytes: int) -> bytearray:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the whole body. Raises ApiError 413 if it has more than `max_bytes`, without reading the rest."""
     length = request.headers.get("content-length", "")
-    body, size = bytearray(), int(length) if length.isdigit() else 0
+    chunks, size = [], int(length) if length.isdigit() else 0
     if size <= max_bytes:
+        size = 0
         async for chunk in request.stream():
-            body += chunk
-            if (size := len(body)) > max_bytes:
+            size += len(chunk)
+            if size > max_bytes:
                 break
+            chunks.append(chunk)
     if size > max_bytes:
         raise ApiError(
             413,
             f"the body is larger than {max_bytes} bytes, the most that this server accepts (max_body_size)",
             code="request_too_large",
         )
-    return body
+    return b"".join(chunks)
 
 
 def json_line(content: Any) -> bytes:

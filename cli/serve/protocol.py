@@ -309,7 +309,7 @@ class PrefixRequest(ModelRequest):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
 
 
-def parse(schema: type[R], body: bytes | bytearray, max_choices: int = MAX_CHOICES, max_values: int = MAX_VALUES) -> R:
+def parse(schema: type[R], body: bytes, max_choices: int = MAX_CHOICES, max_values: int = MAX_VALUES) -> R:
     """Parse the request in `body`. Raises RequestError with the field, its value and the allowed values."""
     _check_size(body, max_values)
     try:
@@ -334,20 +334,26 @@ def parse(schema: type[R], body: bytes | bytearray, max_choices: int = MAX_CHOIC
     return request
 
 
-def _check_size(body: bytes | bytearray, most: int) -> None:
+def _check_size(body: bytes, most: int) -> None:
     """Raise RequestError if the body has more JSON values than `most`. Parsing them would block the other threads."""
+    starts = range(0, len(body), _SLICE_BYTES)
+    if len(body) <= most or sum(_num_values(body, start, start + _SLICE_BYTES) for start in starts) <= most:
+        return
     num_values, in_text, rest = 0, 0, b""
-    for start in range(0, len(body) if len(body) > most else 0, _SLICE_BYTES):
+    for start in starts:  # again, without the contents of texts
         part = (rest + body[start : start + _SLICE_BYTES]).replace(b"\\\\", b"")
         rest = b"\\" if part.endswith(b"\\") else b""  # it belongs to the next character
         pieces = part.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[in_text::2])
+        num_values += _num_values(b"".join(pieces[in_text::2]))
         in_text ^= (len(pieces) - 1) & 1
-        num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         if num_values > most:
             raise RequestError(
                 None, f"the request has more than {most} JSON values (token ids, messages, fields); send fewer"
             )
+
+
+def _num_values(text: bytes, start: int = 0, end: int | None = None) -> int:
+    return sum(text.count(mark, start, end) for mark in (b",", b"[", b"{"))
 
 
 def _request_error(error: ValidationError) -> RequestError:
