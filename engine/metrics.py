@@ -53,6 +53,7 @@ _COUNTERS: Mapping[str, str] = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "headroom_changes": "Changes of the headroom or the concurrency limit.",
+    "late_compilations": "Kernels compiled while requests waited, which the warm-up should have compiled.",
     "prompt_tokens": "Prompt tokens of finished requests.",
     "generation_tokens": "Output tokens, counted as they are generated.",
 }

@@ -12,6 +12,7 @@ from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
 from llmsched.engine.scheduler.ledger import SchedulerCounters
 from llmsched.engine.scheduler.scheduler import Scheduler
+from llmsched.kernels.dispatch import num_compiled
 
 #: Seconds between two updates of KV usage, which visit every running request.
 _USE_INTERVAL_S = 0.1
@@ -73,6 +74,7 @@ class StatsRecorder:
         self._next_use = -math.inf
         self._recorded = replace(scheduler.counters)
         self._recorded_misses: Counter[MissKind] = Counter()
+        self._num_compiled = num_compiled()
         self.update()
 
     def update(self) -> None:
@@ -100,6 +102,9 @@ class StatsRecorder:
             for kind, count in (misses - self._recorded_misses).items():
                 metrics.prefix_miss(kind, count)
             self._recorded_misses = misses.copy()
+        if (compiled := num_compiled()) > self._num_compiled:
+            metrics.add("late_compilations", compiled - self._num_compiled)
+            self._num_compiled = compiled
 
     def stats(self) -> EngineStats:
         """Return the current state."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, Unpack
@@ -99,6 +100,12 @@ def backend_name(device_type: str) -> BackendName:
 def load_backend(name: BackendName) -> ModuleType:
     """Import a backend when it is first used. Numba and Triton take a second to import, and no process uses both."""
     return importlib.import_module(MODULES[name])
+
+
+def num_compiled() -> int:
+    """Return how many kernels the backends in use have compiled in this process, counting each variant."""
+    modules = [sys.modules[name] for name in (MODULES["cpu"], MODULES["triton"]) if name in sys.modules]
+    return sum(module.num_compiled() for module in modules)
 
 
 def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:

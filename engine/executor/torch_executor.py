@@ -21,6 +21,7 @@ from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
 from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.executor.sampler import PendingLogprobs, PendingSample, Sampler, collect_logprobs, enqueue_logprobs
 from llmsched.engine.executor.stopwatch import Stopwatch
+from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.model.paged import KVCache, PagedContext
@@ -28,10 +29,7 @@ from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams, Sequence
 
-#: Sampling parameters of the warm-up, which use every feature of the sampler, and of rehearsals.
-_EVERYTHING = SamplingParams(
-    temperature=1.0, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
-)
+#: Sampling parameters of rehearsals.
 _GREEDY = SamplingParams(temperature=0)
 
 
@@ -96,10 +94,11 @@ class TorchExecutor(Executor):
     On a GPU it looks ahead: a step reads the ids of pending tokens on the device, so its launch need not wait until the
     host knows them. On a CPU, `launch` computes the step, so looking ahead would gain nothing.
 
-    Other rows of a batch affect a row's logits only through rounding, which differs between batch sizes: by about 1e-6
-    (fp32) or one bf16 ulp. Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the engine
-    would not compute the same logits as transformers, if the model does not support max_model_len tokens, or if its
-    layers do not suit the layout.
+    Other rows of a batch affect a row's logits only through rounding, because matrix products of different sizes add in
+    different orders: by about 1e-6 (fp32) or a few bf16 ulps, which can turn the order of two nearly equal tokens.
+
+    Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the engine would not compute the same
+    logits as transformers, if the model does not support max_model_len tokens, or if its layers do not suit the layout.
     """
 
     def __init__(
@@ -232,26 +231,23 @@ class TorchExecutor(Executor):
     def warmup(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent
     ) -> int | None:
-        """Run the step with the most tokens and the step with the most decodes that the scheduler may plan.
+        """Compute the `warmup_steps`, which compiles the kernels and overwrites the cache.
 
-        This compiles the kernels (on a GPU) and overwrites the cache. Returns the peak of the bytes allocated in
-        addition to weights and cache, or None on a CPU, where torch does not count bytes.
+        Returns the peak of the bytes allocated in addition to weights and cache, or None on a CPU, where torch does not
+        count bytes.
         """
-        num_rows = min(max_num_seqs, max_num_batched_tokens)
-        num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
-        lengths = [(num_tokens + row) // num_rows for row in range(num_rows)]
         before, work = 0, "warming up"
         if self.device.type == "cuda":
             work = "compiling kernels"
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-        steps = ((f"prefill of {num_tokens} tokens", lengths), (f"decode of {num_rows} sequences", [1] * num_rows))
-        for step, counts in steps:
-            progress(f"{work}: {step}", 0, 1)
-            self.execute(StepPlan([self._dummy_row(row, count) for row, count in enumerate(counts)]))
-            progress(f"{work}: {step}", 1, 1)
-        self._sampler.forget(str(row) for row in range(num_rows))
+        for name, rows, sampling in warmup_steps(max_num_batched_tokens, max_num_seqs, max_model_len):
+            progress(f"{work}: {name}", 0, 1)
+            dummies = [self._dummy_row(row, count, start, sampling) for row, (start, count) in enumerate(rows)]
+            self.execute(StepPlan(dummies))
+            self._sampler.forget(str(row) for row in range(len(rows)))
+            progress(f"{work}: {name}", 1, 1)
         if self.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -267,9 +263,7 @@ class TorchExecutor(Executor):
         pairs = [(number, number) for number in range(num_swapped)]
         return StepPlan(dummies, swap_out=pairs, swap_in=pairs)
 
-    def _dummy_row(
-        self, row: int, num_tokens: int, start: int = 0, sampling: SamplingParams = _EVERYTHING
-    ) -> ScheduledRow:
+    def _dummy_row(self, row: int, num_tokens: int, start: int, sampling: SamplingParams) -> ScheduledRow:
         """Return a row of an invented sequence that has `start` computed tokens and `num_tokens` new tokens.
 
         `row` is the row's number in the step. Rows share blocks if the cache has too few.

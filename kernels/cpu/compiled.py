@@ -20,6 +20,9 @@ from numba.extending import intrinsic, overload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_functions: list[Any] = []
+_c_functions: list[str] = []
+
 CACHE_LINE = 64
 REORDER = {"reassoc", "contract", "arcp", "nsz"}  # sums may be vectorised; infinity and NaN keep their meaning
 EXACT = {"contract"}
@@ -40,7 +43,9 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         options = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
-        return with_cache(lambda **cache: numba.njit(**options, **cache)(function))  # type: ignore[no-any-return]
+        compiled = with_cache(lambda **cache: numba.njit(**options, **cache)(function))
+        _functions.append(compiled)
+        return compiled  # type: ignore[no-any-return]
 
     return decorate
 
@@ -52,9 +57,15 @@ def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
     """
 
     def decorate(function: Callable[..., None]) -> Any:
+        _c_functions.append(function.__name__)
         return with_cache(lambda **cache: numba.cfunc(types.void(argument), **cache)(function))
 
     return decorate
+
+
+def num_compiled() -> int:
+    """Return how many functions were compiled, or loaded from Numba's cache, counting each variant of the types."""
+    return len(_c_functions) + sum(len(function.overloads) for function in _functions)
 
 
 def with_cache(build: Callable[..., Any]) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
+import triton
 from torch import Tensor
 
 from llmsched.kernels.reference import Activation, AttentionOptions
@@ -18,6 +19,20 @@ GATE_BLOCK = 1024
 
 #: Tokens of one pass of the sampling kernel, and its warps: with more tokens per thread, registers would spill.
 SAMPLING_BLOCK, SAMPLING_WARPS = 2048, 16
+
+_compiled: list[str] = []
+
+
+def _count_compilation(**details: Any) -> None:
+    _compiled.append(details["repr"])
+
+
+triton.knobs.runtime.jit_post_compile_hook = _count_compilation
+
+
+def num_compiled() -> int:
+    """Return how many variants of kernels this process has compiled, or loaded from Triton's cache on disk."""
+    return len(_compiled)
 
 
 def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> None:

@@ -1,0 +1,45 @@
+"""Steps that an executor computes before it serves, so that no request waits for a kernel to be compiled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llmsched.engine.request import SamplingParams
+
+#: Sampling parameters that use every feature of the sampler. Their rows are sampled from fp32 copies of the logits.
+EVERYTHING = SamplingParams(
+    temperature=1.0, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
+)
+#: Sampling parameters whose rows are sampled from the model's logits as they are.
+PLAIN = SamplingParams(temperature=1.0, top_p=0.95)
+#: Number of tokens of a long context. Attention divides the keys of one such sequence among several programs.
+LONG_CONTEXT = 1024
+
+
+class WarmupStep(NamedTuple):
+    """Step of the warm-up. `rows` has (number of context tokens, number of new tokens) for each sequence."""
+
+    name: str
+    rows: list[tuple[int, int]]
+    sampling: SamplingParams
+
+
+def warmup_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[WarmupStep]:
+    """Return steps that together reach every variant of every kernel, and the peak of the memory.
+
+    The first two are the step with the most tokens and the step with the most decodes that the scheduler may plan. The
+    others have one sequence: a decode and the smallest prefill, each with a short and with a long context.
+    """
+    num_rows = min(max_num_seqs, max_num_batched_tokens)
+    num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
+    lengths = [(num_tokens + row) // num_rows for row in range(num_rows)]
+    steps = [
+        WarmupStep(f"prefill of {num_tokens} tokens", [(0, length) for length in lengths], EVERYTHING),
+        WarmupStep(f"decode of {num_rows} sequences", [(0, 1)] * num_rows, EVERYTHING),
+    ]
+    long = min(LONG_CONTEXT, max_model_len)
+    for name, count in (("decode", 1), ("prefill", 2)):
+        if count <= min(max_num_batched_tokens, max_model_len):
+            steps.append(WarmupStep(f"short {name}", [(0, count)], PLAIN))
+            steps.append(WarmupStep(f"{name} of a long context", [(long - count, count)], PLAIN))
+    return steps

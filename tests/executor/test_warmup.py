@@ -1,0 +1,73 @@
+"""The warm-up compiles every variant of a kernel that a batch can reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stepping import Stepper, make_sequence
+from tiny_models import build_model
+
+from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.executor.warmup import warmup_steps
+from llmsched.kernels.dispatch import num_compiled
+from llmsched.kernels.triton.tiling import choose_tiling
+
+Variant = tuple[Any, ...]
+
+
+def variant(contexts: list[int], counts: list[int], gpu: dict[str, int]) -> Variant:
+    """Return what distinguishes the attention kernels of a batch: the number of splits is an argument of one kernel."""
+    blocks = max(-(-(context + count) // 16) for context, count in zip(contexts, counts, strict=True))
+    tiling = choose_tiling(num_tokens=sum(counts), num_sequences=len(counts), max_context=16 * blocks, **gpu)
+    return (*tiling._replace(splits=0), tiling.splits > 1)
+
+
+@given(st.data())
+def test_every_batch_finds_its_attention_kernel(data: st.DataObject) -> None:
+    group = data.draw(st.sampled_from([1, 3, 4, 8, 71]), "group")
+    dim = data.draw(st.sampled_from([64, 80, 128, 256]), "head_dim")
+    gpu = {
+        "kv_heads": data.draw(st.sampled_from([1, 2, 8, 32]), "kv_heads"),
+        "group": group,
+        "head_dim": dim,
+        "value_dim": dim,
+        "item_size": data.draw(st.sampled_from([2, 4]), "item_size"),
+        "num_processors": data.draw(st.sampled_from([20, 58, 108, 132]), "num_processors"),
+    }
+    tokens = data.draw(st.integers(1, 8192), "max_num_batched_tokens")
+    seqs = data.draw(st.integers(1, 256), "max_num_seqs")
+    length = data.draw(st.integers(1, 32768), "max_model_len")
+    warm = set()
+    for step in warmup_steps(tokens, seqs, length):
+        contexts, counts = zip(*step.rows, strict=True)
+        assert sum(counts) <= tokens
+        assert max(map(sum, step.rows)) <= length
+        warm.add(variant(list(contexts), list(counts), gpu))
+    for _ in range(8):
+        num_rows = data.draw(st.integers(1, min(seqs, tokens)))
+        counts = [1] * num_rows
+        counts[0] += data.draw(st.integers(0, min(tokens - num_rows, length - 1)))
+        contexts = [data.draw(st.integers(0, length - count)) for count in counts[:2]] + [0] * (num_rows - 2)
+        assert variant(contexts[:num_rows], counts, gpu) in warm
+
+
+def test_nothing_is_compiled_after_the_warm_up_on_a_cpu() -> None:
+    """A bfloat16 model has logits of two types in the sampler: its own, and fp32 for penalties."""
+    model = build_model("llama", seed=5).to(torch.bfloat16)
+    executor = TorchExecutor(model, num_blocks=64, block_size=16, device="cpu", kv_dtype=torch.bfloat16)
+    executor.warmup(64, 8, 512)
+    before = num_compiled()
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "top_k": 5, "logprobs": 2},
+        {"temperature": 0, "frequency_penalty": 1.0},
+        {"temperature": 1.0, "min_p": 0.1, "prompt_logprobs": 1},
+    ]
+    for chosen in (samplings[:1], samplings[1:2], samplings):
+        sequences = [make_sequence(str(i), list(range(4, 44 + i)), **each) for i, each in enumerate(chosen)]
+        Stepper(executor, sequences, 60).generate(3, (20, 3, 1000))
+    assert before > 0
+    assert num_compiled() == before
