@@ -65,9 +65,9 @@ _HARMLESS = re.compile(
 class ConfigCache:
     """Cache of values that transformers takes seconds to compute from the `content` of one config.json.
 
-    The values are kept in a file in `directory`, which is named after a hash of the content and of the versions of
-    llmsched and transformers. An error in reading or writing this file is only logged. Most models in
-    `families.FAMILIES` need no transformers, and so no file.
+    The values are kept in a file in `directory`. Its name is a hash of the content and of the versions of llmsched and
+    transformers. An error in reading or writing the file is only logged. Most models in `families.FAMILIES` need no
+    values from transformers, and so no file.
     """
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:

@@ -101,10 +101,9 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME]. After the last comes the first
-    again.
+    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME].
 
-    GET /NAME/log returns the log of these answers and clears it.
+    After the last script, it begins again with the first. GET /NAME/log returns the log of the answers and clears it.
     """
 
     def __init__(self) -> None:
