@@ -69,7 +69,8 @@ class AsyncEngine:
         """Return why requests cannot be served, or None if they can. Log when a problem begins and when it ends.
 
         There is a problem if the engine's thread does not run, if the engine hangs, or if the last MAX_BAD_ROWS rows of
-        logits from which a token was to be sampled were NaN or all -inf. The thread itself logs why it ends.
+        logits from which a token was to be sampled were NaN or all -inf. The first of these problems is not logged
+        here, because the thread logs why it ends.
         """
         problem = _problem_of(self)
         if problem and self.healthy and not self._has_problem:

@@ -111,10 +111,10 @@ class Blueprint:
 def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
     """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
-    For the name "h100", the model uses the constants in the table [default] of profiles/engines.toml. For "h100:vllm",
-    it uses the constants in the table [vllm], so that steps take as long as in vLLM. The simulated scheduler is always
-    llmsched's own. Raises ConfigError for an unknown GPU or kind of engine, for settings that the GPU does not support,
-    and if the model does not fit.
+    For the name "h100", the roofline model uses the constants in the table [default] of profiles/engines.toml. For
+    "h100:vllm", it uses the constants in the table [vllm], so that steps take as long as in vLLM. The simulated
+    scheduler is always llmsched's own. Raises ConfigError for an unknown GPU or kind of engine, for settings that the
+    GPU does not support, and if the model does not fit.
     """
     gpu_name, colon, engine_name = name.partition(":")
     try:

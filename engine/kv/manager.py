@@ -64,8 +64,8 @@ class KVManager:
     this block first (`copies`).
 
     Between two steps, a request holds blocks for all its tokens in each full-attention group. In each sliding-window
-    group, it holds at most the blocks that KVLayout describes. During a step, sliding-window groups also need room for
-    the tokens that the step computes (`reach`).
+    group, it holds at most the blocks that KVLayout describes (one more while a step is in flight). During a step,
+    sliding-window groups also need room for the tokens that the step computes (`reach`).
 
     Pins hold at most `max_pinned_blocks` blocks. A request that runs alone can use all other blocks.
     """

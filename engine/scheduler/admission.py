@@ -197,8 +197,8 @@ class Admission:
         """Return True, and reserve a start for the request, if there is too little memory to admit the request.
 
         The request needs available blocks for its uncached tokens and for the headroom (blocks that admission keeps
-        free), and the predicted peak of used blocks must fit the pool. If no request is running, the result is False,
-        because every accepted request fits the pool alone.
+        free). Unless output_prediction is "none", the predicted peak of used blocks must fit the pool, too. If no
+        request is running, the result is False, because every accepted request fits the pool alone.
         """
         if not self._running:
             return False

@@ -247,10 +247,10 @@ def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any,
 
 @jit()
 def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, tied: Any) -> None:
-    """Reduce each chunk's SUM to the weights of the tokens that the filters keep.
+    """Reduce each chunk's SUM to the weights of the tokens that pass the filters.
 
-    They keep the tokens above `threshold` and the first `room` tokens at it, each of weight `tied`. Each chunk's ROOM
-    becomes the number of tokens at the threshold that are kept in this chunk and later chunks.
+    The filters keep the tokens above `threshold` and the first `room` tokens at it, each of weight `tied`. Each chunk's
+    ROOM becomes the number of tokens at the threshold that are kept in this chunk and later chunks.
     """
     bound = np.int32(threshold)
     for chunk in range(chunks.shape[1]):
@@ -279,7 +279,7 @@ def from_key(key: Any) -> Any:
 
 @jit(EXACT)
 def find_winner(amounts: Any, name: int, first: Any, second: Any) -> Any:
-    """Return the index of the largest amount / time in the race. Times are hashed from the names `name` + index."""
+    """Return the index of the largest amount / time (see `reference.race`), with times hashed from `name` + index."""
     best, largest = 0, -1.0
     for i in range(amounts.shape[0]):
         if amounts[i] > 0:
