@@ -1,4 +1,4 @@
-"""Helpers for the TOML files that are shipped with llmsched, and for those that commands write and read back."""
+"""Helpers for TOML files that are shipped with llmsched, and for TOML files that commands write and read back."""
 
 from __future__ import annotations
 

@@ -126,8 +126,9 @@ class DeviceTimings:
 def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
     """Load the model and measure its steps, each `repeats` times.
 
-    All steps are measured once before any is measured again, so that other load on the machine affects all alike.
-    Raises ModelError if the model cannot be loaded, and ConfigError if `config` allows too few different steps.
+    All steps are measured once before any is measured again, so that other load on the machine affects all steps
+    equally. Raises ModelError if the model cannot be loaded, and ConfigError if `config` allows too few different
+    steps.
     """
     engine = build_engine(config if config.swap_space else replace(config, **_SWAPPING), progress)
     return measure_engine(engine, repeats, progress)

@@ -90,8 +90,8 @@ class Executor(ABC):
     """Base of objects that compute steps. They know nothing of priorities, queues, text and sockets.
 
     An executor computes steps, with their copies, in the order in which they are launched: each step sees all KV and
-    all host blocks as the steps before it leave them. So the caller may reuse a block that a launched step still reads
-    or writes, because the steps that use this block anew are computed later.
+    all host blocks as the steps before it leave them. So the caller may give a block to another request while a
+    launched step still uses it, because the steps of that request are computed later.
 
     If `looks_ahead` is True, a step may be launched before the result of the step before it was collected. Its rows may
     then end with pending tokens (`Sequence.num_pending_tokens`): tokens that the step before it samples.

@@ -21,7 +21,7 @@ class StepShape(NamedTuple):
     `kv_tokens` is the number of KV tokens that attention reads, summed over all rows; `prefill_kv_tokens` is the sum
     over prefill rows only. `prefill_pairs` is the number of (query, key) pairs of prefill rows: n s + n (n + 1) / 2 for
     n tokens after s tokens of context. The fields that begin with `window_` are the same numbers for sliding-window
-    layers. For a model without such layers they equal the other fields.
+    layers. For a model without such layers, they have the same values as the fields without `window_`.
     """
 
     prefill_tokens: int

@@ -1,6 +1,6 @@
 """Changes to logits before sampling: logit_bias, min_tokens and penalties.
 
-Only logits of ids that a request names or that occur in its tokens are changed, never those of the whole vocabulary.
+Only logits of ids that a request names or that occur in its tokens are changed, never the logits of all ids.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class KVManager:
         )
 
     def check_integrity(self, holders: Iterable[Request], swapped: Iterable[Request] = ()) -> None:
-        """Raise AssertionError unless the references to each block are exactly those of its owners.
+        """Raise AssertionError unless each block has exactly the references that its owners hold.
 
         `holders` are all requests that hold blocks. `swapped` must include all requests that hold host blocks.
         """

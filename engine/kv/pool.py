@@ -76,7 +76,7 @@ class BlockPool:
     def acquire(self, blocks: Iterable[int], *, shared: bool = False) -> None:
         """Add a reference to each block. Set `shared` if a request uses blocks that another request wrote.
 
-        With `shared`, the blocks must be those of a whole prefix, from its first block on without a gap.
+        With `shared`, the blocks must make up a prefix, from its first block on without a gap.
         """
         blocks, ref_count = list(blocks), self._ref_count
         for block in blocks:
