@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Unpack, cast
@@ -176,7 +176,7 @@ class Scheduler:
         full = self.admission.is_full and self.waiting
         if full and self.preemption.choose_victim_for(self.waiting.first, self.running) is not None:
             return True
-        growing = [request for request in self.running if request.num_tokens > request.table.capacity]
+        growing = _growing(self.running)
         missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         # In sliding-window layers, a request may need one block more until `settle` releases one.
         return missing + self.kv.layout.window_groups * len(growing) > self.kv.pool.num_available
@@ -188,11 +188,7 @@ class Scheduler:
 
     def _secure_memory(self) -> bool:
         """Give running requests blocks for all their tokens. Return True if requests were preempted for this."""
-        growing = [
-            request
-            for request in self.running
-            if len(request.token_ids) + request.num_pending_tokens > request.table.capacity
-        ]
+        growing = _growing(self.running)
         missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         preempted = False
         while missing > self.kv.pool.num_available:
@@ -372,6 +368,11 @@ class Scheduler:
 
 def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool]]:
     return cast("Sequence[tuple[Request, int, int, object, bool]]", plan.rows)
+
+
+def _growing(requests: Iterable[Request]) -> list[Request]:
+    """Return the requests that need more blocks for their tokens."""
+    return [r for r in requests if len(r.token_ids) + r.num_pending_tokens > r.table.capacity]
 
 
 def _reason_to_end(request: Request, token_id: int | None) -> FinishReason | None:
