@@ -47,6 +47,8 @@ class SampledTokens:
 
     def of(self, sequences: ListLike[Sequence], device: torch.device) -> torch.Tensor:
         """Return the ids [N] of the tokens that continue `sequences`, without waiting for the device."""
+        if sequences == self._sequences and len(self._ids) == 1:
+            return self._ids[0]
         places = {sequence: place for place, sequence in enumerate(self._sequences)}
         wanted = np.array([places[sequence] for sequence in sequences], dtype=np.int64)
         return torch.cat(self._ids)[to_device(wanted, device)]
