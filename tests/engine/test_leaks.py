@@ -48,11 +48,17 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize(
+    ("caching", "looks_ahead"),
+    [(True, False), (False, False), (True, True)],
+    ids=["cache", "no cache", "cache, with a step in flight"],
+)
 @pytest.mark.parametrize("params", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-def test_finished_requests_are_released(params: SamplingParams, caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_requests_are_released(
+    params: SamplingParams, caching: bool, looks_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ledger, "MAX_REQUESTS", KEPT)
-    engine = make_engine(num_blocks=16, enable_prefix_caching=caching)
+    engine = make_engine(num_blocks=16, enable_prefix_caching=caching, looks_ahead=looks_ahead)
     for number in range(12):
         engine.add_request(f"{NAME}{number}", prompt(40, number), params, cache_salt=str(number % 2))
     assert len(names_in(engine)) == 12
