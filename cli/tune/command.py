@@ -126,17 +126,18 @@ def tune(
 ) -> None:
     """Find the settings that meet your latency targets at the highest request rate.
 
-    Under a load that the server carries easily, all settings look alike. So the command first finds the default's knee,
-    the highest rate at which the default meets the targets, and compares the settings there: powers of two for
-    max_num_batched_tokens, then max_num_seqs, headroom and target_itl in turn, from the best setting so far. Every
-    setting gets a short run, the better half gets a longer one, and the leaders get full runs. Then the rate rises
-    until the last setting misses a target. If the given load (by default 4 requests at a time) is past the default's
-    knee, or with --rate given, the settings are compared under the given load by the rate that --maximize names. Among
-    equal settings, the one with the larger margin to the targets wins, then the default. The default also stays if the
-    load is too light or the time too short to find a better setting.
+    Under a light load, all settings perform alike. So the command first finds the knee of the default setting, which
+    is the highest request rate at which it meets the targets, and compares the settings at this rate. It tries powers
+    of two for max_num_batched_tokens, then values of max_num_seqs, headroom and target_itl, and keeps the best setting
+    each time. Every setting gets a short run, the better half gets a longer run, and the best few get full runs. Then
+    the command raises the rate until no setting meets the targets. If the given load (by default 4 requests at a time)
+    is past the default's knee, or with --rate given, it compares the settings under the given load by the rate that
+    --maximize names. Among equal settings, the one with the larger margin to the targets wins, then the default. If the
+    load is too light or the time too short to find a better setting, the default stays.
 
     With --simulate, every setting gets one full run, which gives the figures of `bench --simulate`. The winner is saved
-    as a profile for `llmsched serve --profile`; without targets, only with --output or after a question on a terminal.
+    as a profile for `llmsched serve --profile`. Without targets, it is saved only with --output or, on a terminal, if
+    you confirm.
     The exit code is 1 if no setting meets the targets.
 
     \b
@@ -203,7 +204,7 @@ def tune(
 
 
 def _announce(task: TuneTask, writes: bool, asks: bool) -> None:
-    """Say before the search what it looks for and where the profile goes."""
+    """Tell the user, before the search, what is searched for and where the profile will be written."""
     if not task.slo.given():
         render.note(
             "no SLO given (--slo-ttft, --slo-itl, ...): the highest throughput under this load wins, whatever its "

@@ -14,9 +14,10 @@ from llmsched.cli.tune.tuning import TuneOutcome
 
 
 def gain(outcome: TuneOutcome) -> float | None:
-    """Return the best setting's gain over the default, such as 0.1 for 10 %: in the knee or, without knees, the score.
+    """Return the gain of the best setting over the default, for example 0.1 for 10 %.
 
-    Return None if no setting is feasible or the default has no score.
+    The gain is in the knee or, if one of the two knees is unknown, in the rate that the search maximises. Return None
+    if no setting is feasible or the default's rate is unknown.
     """
     history, rates, best = outcome.history, outcome.rates, best_trial(outcome.history)
     if best is None:
@@ -30,7 +31,7 @@ def gain(outcome: TuneOutcome) -> float | None:
 
 
 def conclusion(outcome: TuneOutcome) -> str:
-    """Return sentences that explain the choice, name its gain over the default, and compare its knee with the load."""
+    """Return why the setting was chosen, its gain over the default, and how the given load compares with its knee."""
     history, rates, best = outcome.history, outcome.rates, best_trial(outcome.history)
     if best is None:
         return explain(history)
@@ -84,7 +85,7 @@ def explain(history: TrialHistory) -> str:
 
 
 def rate_in_words(trial: Trial, goal: Goal) -> str:
-    """Return the rate that the search maximises, taken from a trial, as text with its unit."""
+    """Return the throughput of a trial as text and, if `goal` is "goodput", its goodput before that."""
     tokens = f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
     return f"{trial.goodput_rps or 0.0:.3g} good requests/s ({tokens})" if goal == "goodput" else tokens
 

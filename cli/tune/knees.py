@@ -49,9 +49,9 @@ class KneeBounds:
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """Results of the default and of the chosen setting at one request rate (None: a given load without a single rate).
+    """Results of the default and of the chosen setting at one request rate.
 
-    `predicted` means that the results come from a cost model.
+    `rate` is None for a given load that has no single rate. `predicted` means that the results come from a cost model.
     """
 
     label: str
@@ -66,8 +66,8 @@ class RateReport:
     """Request rates of a search, in requests per second.
 
     `given` is the rate of the given load (inf: all requests at once). `compared` is the rate at which the settings were
-    compared (None: under the given load). `light` means that the default meets the SLOs even if all requests come at
-    once.
+    compared, or None if they were compared under the given load. `light` means that the default met the SLOs at every
+    rate that was tried.
     """
 
     given: float | None = None
@@ -80,12 +80,12 @@ class RateReport:
 
 @dataclass(slots=True)
 class KneeFinder:
-    """Runs of settings at request rates, one for each setting and rate, and the knees that follow from them.
+    """Finder of knees: it runs each setting at most once at each request rate and keeps the results.
 
-    A run sends `least` requests, or as many more as it takes to show a backlog within `longest` seconds. Two knees
-    count as equal if they differ by no more than the share `tolerance`. With `predicted`, the runs are those that the
-    runner's cost model predicts. `runs` and `trials` map a setting and a rate (None: the given load) to the run and its
-    result.
+    A run sends at least `least` requests. It sends more if a growing backlog needs more time to show, but for that it
+    lasts no longer than `longest` seconds. Two knees count as equal if they differ by no more than the share
+    `tolerance`. If `predicted` is True, a cost model predicts the runs instead. `runs` and `trials` map a setting and a
+    rate (None: the given load) to the run and its result.
     """
 
     runner: TrialRunner
@@ -101,7 +101,7 @@ class KneeFinder:
     out_of_time: bool = False
 
     def requests(self, rate: float | None) -> int:
-        """Return the number of requests of a run at a rate."""
+        """Return the number of requests that a run at this rate sends."""
         if rate is None:
             return self.least
         if self.load.duration is not None:
@@ -130,9 +130,9 @@ class KneeFinder:
     async def climb(self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0) -> list[Setting]:
         """Find the highest rate at which any of the settings meets the SLOs, and return the settings that do.
 
-        The first rate is `start`, and the next is higher or lower by `factor`. If some settings meet the SLOs at a rate
-        and others do not, the others drop out. The result is empty if no setting meets the SLOs even at the rate `low`,
-        or if time was up before.
+        The first rate is `start`. The next is higher or lower by `factor`, but never below `low`. If some settings meet
+        the SLOs at a rate and others do not, the others drop out. The result is empty if no setting met the SLOs at any
+        rate before the end of the search or of the time limit.
         """
         alive, best = list(settings), list[Setting]()
 
@@ -161,7 +161,7 @@ class KneeFinder:
 
 
 def scalable(load: Load) -> bool:
-    """Return True if a load can be sent at another rate."""
+    """Return True if the requests of the load can be sent at another rate."""
     try:
         load.at_rate(1.0)
     except ConfigError:

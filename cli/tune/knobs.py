@@ -71,17 +71,18 @@ def powers_of_two(low: int, high: int) -> list[int]:
 
 
 def largest_budget(kind: str, concurrency: int, input_len: int) -> int:
-    """Return the largest token budget worth trying on a device of this kind, at least the default.
+    """Return the largest token budget worth trying on a device of this kind ("cpu" or "cuda").
 
-    It is the first power of two that fits the prompts (`input_len` tokens) of all concurrent requests, because steps
-    with a larger budget would never be full, but at most LARGEST_BUDGET.
+    It is the smallest power of two that fits the prompts (`input_len` tokens each) of all concurrent requests, because
+    steps with a larger budget would never be full. The result is at least the default budget and at most
+    LARGEST_BUDGET.
     """
     useful = 1 << (concurrency * input_len - 1).bit_length()
     return max(DEFAULT_TOKEN_BUDGET[kind], min(LARGEST_BUDGET[kind], useful))
 
 
 def distance(one: Setting, other: Setting) -> tuple[int, float]:
-    """Return the number of knobs other than the token budget that differ, and the doublings between the budgets."""
+    """Return how many knobs besides the token budget differ, and the absolute log2 of the ratio of the two budgets."""
     others = sum(getattr(one, knob) != getattr(other, knob) for knob in KNOBS[1:])
     return others, abs(math.log2(one.max_num_batched_tokens / other.max_num_batched_tokens))
 
@@ -100,9 +101,10 @@ def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setti
 
 
 def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list[Setting]:
-    """Return `setting` and, if KV memory was scarce, copies with the values of HEADROOMS that are at most `most`.
+    """Return `setting` and, if KV memory was scarce, copies with other values of headroom, at most `most`.
 
-    It was scarce if the engine preempted a request or used more blocks than SCARCE allows.
+    KV memory was scarce if the engine preempted a request, or if it used more than the share SCARCE of the blocks
+    outside the headroom.
     """
     scarce = demand.preempted or demand.kv_share > SCARCE * (1 - setting.headroom)
     return _first(setting, (replace(setting, headroom=share) for share in HEADROOMS if scarce and share <= most))
@@ -111,8 +113,8 @@ def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
     """Return `setting`, then copies whose target_itl is derived from the SLOs for ITL and TPOT, or is off.
 
-    Each target_itl is combined with the present token budget and with `largest`. With target_itl the token budget only
-    limits the size of a step, so the largest may be better.
+    Each target_itl is combined with the token budget of `setting` and with the budget `largest`. With a target_itl, the
+    engine makes steps smaller than the token budget where the target demands it, so a large budget does no harm to ITL.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")

@@ -33,8 +33,8 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 class Ranking:
     """Ranking of settings by `effects`.
 
-    The effect of a setting is the logarithm of its score after differences between rounds are removed; -inf for a
-    score of 0.
+    The effect of a setting is the logarithm of its score, with the differences between rounds removed. For a score of 0
+    the effect is -inf.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Ranking:
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
 
     def settled(self, settings: Sequence[Setting]) -> bool:
-        """Return True if, with 95 % confidence, no setting beats the `best` by more than the share REGRET."""
+        """Return True if, with 95 % confidence, no setting's score exceeds the best setting's by more than REGRET."""
         best = self.best(settings)
         quantile = _T95[max(dof for dof in _T95 if dof <= self._dof)] if self._dof else math.inf
         return all(

@@ -21,9 +21,9 @@ def contenders(history: TrialHistory) -> dict[Setting, Trial]:
 
 
 def best_trial(history: TrialHistory) -> Trial | None:
-    """Return the trial of `history.chosen` or, if that is None, the `preferred` of the contenders with the best score.
+    """Return the trial of `history.chosen` or, if that is None, of the feasible setting with the highest score.
 
-    Scores that differ by no more than the noise count as equal. Return None if no setting is feasible.
+    If several scores are highest within the noise, `preferred` decides. Return None if no setting is feasible.
     """
     if history.chosen is not None:
         return history.trial(history.chosen)
@@ -33,22 +33,23 @@ def best_trial(history: TrialHistory) -> Trial | None:
 
 
 def preferred(equals: Sequence[Trial], default: Setting) -> Trial:
-    """Return the trial with the largest margin to the SLOs; of about equal margins, the nearest to the default."""
+    """Return the trial with the largest margin to the SLOs. If margins are about equal, the nearest to `default` wins."""
     least = min(trial.miss for trial in equals)
     near = [trial for trial in equals if trial.miss <= least + MARGIN_TOLERANCE]
     return min(near, key=lambda trial: distance(trial.setting, default))
 
 
 def leading_trial(history: TrialHistory) -> Trial | None:
-    """Return the feasible trial with the highest score, ignoring noise, or else the `nearest_miss`."""
+    """Return the feasible trial with the highest score, ignoring noise, or else the one that misses SLOs by least."""
     feasible = contenders(history)
     return feasible[history.ranking().ranked(list(feasible))[0]] if feasible else nearest_miss(history)
 
 
 def relative_scores(history: TrialHistory) -> dict[Setting, float]:
-    """Return the score of each setting divided by the score of the best, or by the highest if none is feasible.
+    """Return the score of each setting divided by the score of the best setting.
 
-    Unlike rates, these ratios can be compared between settings that ran in different rounds or had shorter runs.
+    If no setting is feasible, the divisor is the highest score. Unlike the rates of trials, these ratios can be
+    compared between settings that ran in different rounds or had shorter runs.
     """
     table, best = history.ranking(), best_trial(history)
     ranked = [best.setting] if best else table.ranked(list(table.effects))
@@ -58,14 +59,14 @@ def relative_scores(history: TrialHistory) -> dict[Setting, float]:
 
 
 def missed_trials(history: TrialHistory) -> list[Trial]:
-    """Return the trials that worked but missed an SLO, ordered by `miss`, smallest first."""
+    """Return the trials that missed an SLO without a failure, ordered by how far they missed it, nearest first."""
     worked = [setting for setting, runs in history.runs.items() if runs and not any(run.problem for run in runs)]
     missed = [trial for trial in map(history.trial, worked) if not trial.feasible]
     return sorted(missed, key=lambda trial: trial.miss)
 
 
 def nearest_miss(history: TrialHistory) -> Trial | None:
-    """Return the trial with the smallest `miss` among the longest runs that missed an SLO, if there is one."""
+    """Return the trial that missed the SLOs by least, or None if no trial missed one. Only the longest runs count."""
     missed = missed_trials(history)
     longest = max((trial.longest_run for trial in missed), default=0)
     return next((trial for trial in missed if trial.longest_run == longest), None)

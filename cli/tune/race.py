@@ -134,7 +134,7 @@ class Race:
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
         """Run one setting of the last round again. If its score has changed, forget the round and return True.
 
-        The first short run of a setting must be reliable, because it decides whether the setting stays in the race.
+        A changed score means that the speed of the machine changed during the round, so its comparison is unreliable.
         """
         round_index, goal = self._num_rounds - 1, self.history.goal
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]
@@ -203,7 +203,7 @@ class Race:
         return run
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
-        """Return the better half of the settings that meet the SLOs or, if none does, the two nearest misses."""
+        """Return the better half of the settings that meet the SLOs or, if none does, the two that miss by least."""
         good = self._good(settings)
         if not good:
             return [trial.setting for trial in missed_trials(self.history) if trial.setting in settings][:2]
@@ -216,9 +216,10 @@ class Race:
         return [setting for setting in good if setting in ahead]
 
     def _finalists(self) -> list[Setting]:
-        """Return the settings to run in full: those whose scores are close to the best.
+        """Return at most MOST_FINALISTS settings to run in full: those that meet the SLOs with scores near the best.
 
-        If none meets the SLOs, return the nearest miss, unless this setting or MOST_FINALISTS others had a full run.
+        If no setting meets the SLOs, return the one that misses by least. Then return none if this setting has had a
+        full run, or if MOST_FINALISTS settings have.
         """
         measured = self.history.worked()
         good = self._good(measured)
@@ -232,7 +233,7 @@ class Race:
         return [setting for setting in good if setting in near[:MOST_FINALISTS]]
 
     def _good(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return the settings that work and meet the SLOs. Short runs may exceed an SLO by the factor SLACK."""
+        """Return the settings that meet the SLOs. In a short run, latencies may exceed an SLO by the factor SLACK."""
         good = []
         for trial in map(self.history.trial, settings):
             short = trial.completed and not trial.failed and trial.longest_run < self.full
@@ -241,7 +242,7 @@ class Race:
         return good
 
     def _in_time(self, settings: Sequence[Setting], requests: int, share: float = 1.0) -> bool:
-        """Return True if a round is expected to end within `share` of the time limit; else set `out_of_time`."""
+        """Return True if a round should end before `share` of the time limit is over. Else set `out_of_time`."""
         if not self._pace:
             return True
         typical = sum(self._pace.values()) / len(self._pace)

@@ -1,4 +1,4 @@
-"""Search over request rates, which chooses a setting: by the knees, or by exactly the given load."""
+"""Choice of a setting by a search at several request rates (which finds the knees) or under the given load alone."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ _LEAST_GOOD = 0.97
 class RateSearch:
     """Search that compares the settings of `space` with the default and chooses one.
 
-    `race` returns a race at a rate (None: the given load). `finder` finds knees with runs, and `guess` with predictions
-    of a cost model (None on a virtual clock). The results are in `history` and `rates`; `notes` are for the user.
+    `race` returns a race at a rate (None: the given load). `finder` finds knees with real runs. `guess` finds them with
+    predictions of a cost model; it is None on a virtual clock. The results are in `history` and `rates`. `notes` are
+    sentences for the user.
     """
 
     history: TrialHistory
@@ -64,8 +65,8 @@ class RateSearch:
     async def by_knee(self) -> Setting | None:
         """Search for the highest knee. Return the setting that has it, or None if no setting is feasible.
 
-        If the given load is at or past the default's knee, the settings are compared under the given load, else at the
-        default's knee. Those that meet the SLOs there are run at higher rates until the last one misses an SLO.
+        Compare the settings at the default's knee or, if the given load is at or past this knee, under the given load.
+        Then run the settings that met the SLOs at higher and higher rates, until no setting meets them.
         """
         try:
             served = await self.finder.trial(self.default, None)
@@ -118,9 +119,10 @@ class RateSearch:
         return found.met if found.met and not self.rates.light and given is not None and found.met > given else None
 
     async def _climb(self, compared: float | None) -> Setting | None:
-        """Return the setting that meets the SLOs at the highest rate; of equal ones, the `preferred`.
+        """Run settings at rates above `compared`, and return the one that meets the SLOs at the highest rate.
 
-        If no higher rate can be tried, return the best setting of the runs so far.
+        If several settings do, `preferred` decides. If no higher rate can be tried, return the best setting of the runs
+        so far.
         """
         able = {setting: trial for setting, trial in contenders(self.history).items() if meets(trial)}
         rate = self._open_rate if compared is None else compared
@@ -143,7 +145,10 @@ class RateSearch:
         return preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top], self.default).setting
 
     async def _compare(self, best: Setting, name: JudgedBy, unit: float | None) -> None:
-        """Compare the default and the choice under the given load and, if `unit` is finite, at MULTIPLES of it."""
+        """Run the default and `best` under the given load and at multiples of the rate `unit`. Add the results as rows.
+
+        `unit` is the knee or the given rate, as `name` says. If it is None or infinite, use the given load only.
+        """
         if self.rates.compared is None:
             done = [setting for setting in (self.default, best) if self.history.runs.get(setting)]
             self.finder.trials |= {(setting, None): self.history.trial(setting) for setting in done}
@@ -157,7 +162,7 @@ class RateSearch:
                 self.rates.rows.append(RateRow(label, rate or self.rates.given, pair[0], pair[1], source is self.guess))
 
     def _note_alike(self, best: Trial) -> None:
-        """Add a note if all settings are equal under this load, so that the default stays."""
+        """Add a note if the default was chosen only because all settings are equal under this load."""
         able = list(contenders(self.history))
         if best.setting == self.default and len(able) > 1 and self.history.ranking().level(able) == able:
             self.notes.append(
@@ -166,7 +171,7 @@ class RateSearch:
             )
 
     def _worse(self, row: RateRow) -> bool:
-        """Return True if, at a rate up to its knee, the choice has less goodput than the default."""
+        """Return True if the chosen setting has clearly less goodput than the default at a rate up to its own knee."""
         past = row.rate is not None and self.rates.best.met is not None and row.rate > self.rates.best.met
         less = (row.best.goodput_rps or 0.0) < _LEAST_GOOD * (row.default.goodput_rps or 0.0)
         return less and not row.predicted and not past

@@ -60,7 +60,8 @@ class TrialLoad(NamedTuple):
     def at_rate(self, rate: float | None, requests: int) -> TrialLoad:
         """Return the same load at `rate`, or this load if `rate` is None.
 
-        A synthetic load with a number of requests gets at least `requests` of them. A closed loop becomes an open one.
+        If a synthetic load is limited by a number of requests, this number becomes at least `requests`. A closed loop
+        becomes an open loop.
         Raises ConfigError for a load whose rate changes over time (`arrivals` "ramp").
         """
         if rate is None:

@@ -33,7 +33,7 @@ class ThinnedSamples:
 
 
 def thinned(samples: Iterable[float]) -> ThinnedSamples:
-    """Return the sorted samples or, if there are more than MAX_SAMPLES, every k-th one, with the smallest such k."""
+    """Return the sorted samples or, if there are too many, every k-th sample, so that at most MAX_SAMPLES are left."""
     ordered = sorted(samples)
     if not ordered:
         return ThinnedSamples()

@@ -18,9 +18,9 @@ class Trial:
     `p99` maps each name in FIGURES to the P99 in seconds. Rates exclude the ramp-up and are means over the runs.
     `spread` is half the range of the token rates, divided by their mean. `held` maps the name of each SLO to the figure
     in seconds that is compared with the SLO. `attainment` maps the name of each SLO, and "all", to the share of
-    requests that met it. `miss` is the largest ratio of a figure to its SLO, or 0. `rounds` counts all runs of the
-    setting. `longest_run` is the number of requests in the longest run. `reason` says why the setting is infeasible or,
-    if `skipped`, why it was not measured.
+    requests that met it. `miss` is the largest ratio of a figure to its SLO, or 0 without SLOs. `rounds` counts all
+    runs of the setting. `longest_run` is the number of requests in the longest run. `reason` says why the setting is
+    infeasible or, if `skipped`, why it was not measured.
     """
 
     setting: Setting

@@ -223,9 +223,9 @@ async def _search(
     start = history.default
     budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
     if task.warm_start and (name := latest_profile(outcome.model, outcome.device)) is not None:
-        start = _warm_start(task, name, start, config)
+        start, note = _warm_start(task, name, start, config)
         budgets = sorted({*budgets, max(task.smallest, start.max_num_batched_tokens)})
-        outcome.notes.append(f"the search started from profile {name}")
+        outcome.notes.append(note)
     identity = _identity(outcome, budgets)
     resumable = ResumableRunner(runner, state_path(task.destination), identity, resume=task.resume, deadline=deadline)
     lengths = rung_lengths(load.num_requests, load.max_concurrency or 1)
@@ -264,8 +264,12 @@ def _default(task: TuneTask, config: ResolvedConfig) -> Setting:
     return Setting(**{knob: getattr(config, knob) for knob in KNOBS} | {"max_num_batched_tokens": tokens})
 
 
-def _warm_start(task: TuneTask, profile: str, start: Setting, config: ResolvedConfig) -> Setting:
-    """Return `start` with the profile's knob values, except those above the limits and those that a flag sets."""
+def _warm_start(task: TuneTask, profile: str, start: Setting, config: ResolvedConfig) -> tuple[Setting, str]:
+    """Return `start` with the profile's knob values, and a note for the user that says if the profile was used.
+
+    A value is not used if it is above the search's limit or if a flag sets the knob. A profile with an invalid value is
+    not used at all.
+    """
     limits = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     fixed = task.options.given.keys() - {"max_num_batched_tokens"}
     try:
@@ -273,9 +277,11 @@ def _warm_start(task: TuneTask, profile: str, start: Setting, config: ResolvedCo
         known = {knob: settings[knob] for knob in KNOBS if knob in settings and knob not in fixed}
         known = {knob: value for knob, value in known.items() if value <= limits.get(knob, value)}
         replace(config, **known)
-    except ConfigError:
-        return start
-    return replace(start, **known)
+    except ConfigError as error:
+        return start, f"profile {profile} was not used as the start of the search: {error}"
+    if not known:
+        return start, f"profile {profile} was not used as the start of the search: flags or limits exclude its settings"
+    return replace(start, **known), f"the search started from profile {profile}"
 
 
 def _identity(outcome: TuneOutcome, budgets: Sequence[int]) -> dict[str, Any]:

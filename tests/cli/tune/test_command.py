@@ -20,7 +20,7 @@ from llmsched.engine import build
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
-from llmsched.profiles.tuned import load_profile, save_profile
+from llmsched.profiles.tuned import TunedProfile, load_profile, save_profile
 
 QUICK = ("--num-prompts", "4", "--input-len", "40", "--output-len", "4", "--rounds", "1", "--device", "cpu")
 SMALL = ("--num-gpu-blocks-override", "64", "--min-num-batched-tokens", "16", "--max-num-batched-tokens", "50")
@@ -259,3 +259,20 @@ def test_the_search_starts_from_the_last_profile_of_the_model(tune: Callable[...
     cold = tune("--json", "--no-warm-start", *BUDGETS).json
     assert {trial["max_num_batched_tokens"] for trial in cold["trials"]} == {16, 32, 50}
     assert {trial["headroom"] for trial in cold["trials"]} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"headroom": 7.0}, "headroom: 7.0 is out of range"),
+        ({"headroom": "much"}, "profile: bad sets headroom to 'much'"),
+        ({"max_num_batched_tokens": 4096}, "flags or limits exclude its settings"),
+    ],
+)
+def test_a_profile_that_cannot_be_the_start_is_named_with_the_reason(
+    tune: Callable[..., Outcome], tiny_model: Callable[..., Path], engine: dict[str, float | str], reason: str
+) -> None:
+    save_profile(TunedProfile(engine=engine, model={"name": tiny_model("llama").name}), "bad")
+    report = tune("--json", *ONE).json
+    assert report["notes"][0].startswith(f"profile bad was not used as the start of the search: {reason}")
+    assert [trial["headroom"] for trial in report["trials"]] == [0.1]
