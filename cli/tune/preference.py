@@ -33,7 +33,7 @@ def best_trial(history: TrialHistory) -> Trial | None:
 
 
 def preferred(equals: Sequence[Trial], default: Setting) -> Trial:
-    """Return the trial with the largest margin to the SLOs. If margins are about equal, the nearest to `default` wins."""
+    """Return the trial with the largest margin to the SLOs or, if margins are about equal, the nearest to `default`."""
     least = min(trial.miss for trial in equals)
     near = [trial for trial in equals if trial.miss <= least + MARGIN_TOLERANCE]
     return min(near, key=lambda trial: distance(trial.setting, default))
