@@ -103,7 +103,7 @@ def load_backend(name: BackendName) -> ModuleType:
 
 
 def num_compiled() -> int:
-    """Return how many kernels the backends in use have compiled in this process, counting each variant."""
+    """Return how many variants of kernels this process has compiled, or loaded from a cache on disk."""
     modules = [sys.modules[name] for name in (MODULES["cpu"], MODULES["triton"]) if name in sys.modules]
     return sum(module.num_compiled() for module in modules)
 

@@ -96,8 +96,9 @@ class TorchExecutor(Executor):
     On a GPU it looks ahead: a step reads the ids of pending tokens on the device, so its launch need not wait until the
     host knows them. On a CPU, `launch` computes the step, so looking ahead would gain nothing.
 
-    Other rows of a batch affect a row's logits only through rounding, because matrix products of different sizes add in
-    different orders: by about 1e-6 (fp32) or a few bf16 ulps, which can turn the order of two nearly equal tokens.
+    Other rows of a batch change a row's logits only through rounding, because matrix products of different sizes add
+    numbers in different orders. The change is about 1e-6 (fp32) or a few bf16 ulps, which can swap two tokens with
+    nearly equal logits.
 
     Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the engine would not compute the same
     logits as transformers, if the model does not support max_model_len tokens, or if its layers do not suit the layout.

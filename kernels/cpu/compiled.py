@@ -64,7 +64,7 @@ def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
 
 
 def num_compiled() -> int:
-    """Return how many functions were compiled, or loaded from Numba's cache, counting each variant of the types."""
+    """Return how many functions were compiled or loaded from Numba's cache, one for each combination of types."""
     return len(_c_functions) + sum(len(function.overloads) for function in _functions)
 
 
