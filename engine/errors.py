@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 #: Most characters of another library's message that are shown.
 _LINE = 300
-#: Words in messages about too little memory for which torch has no exception type: of the CPU, pinned, or of a library.
+#: Words in messages of failed allocations without an exception type: on the CPU, of pinned memory, or in a library.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 #: Character around a setting's name in a message. Neither arguments nor paths can contain it.
 _MARK = "\0"

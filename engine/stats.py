@@ -62,7 +62,7 @@ class StatsRecorder:
     """Recorder of an engine's totals and state, as metrics and as EngineStats.
 
     The engine increases `prompt_tokens`, `generation_tokens`, `steps` and `finished`. The other figures come from the
-    scheduler.
+    scheduler, and the number of compiled kernels from the backends.
     """
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, clock: Callable[[], float]) -> None:

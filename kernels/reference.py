@@ -225,7 +225,7 @@ def add_norm(
     offset: float = 0.0,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Add `branch` [T, N] to `residual` [T, N] in place, unless it is None, and return the RMS norm of the sum, [T, N].
+    """Add `branch` [T, N], if given, to `residual` [T, N] in place, and return the RMS norm of the sum, [T, N].
 
     The norm of a row x is x / sqrt(mean(x^2) + eps) * (weight + offset), with `weight` [N]. With `branch_weight` [N],
     the branch is normalised with these weights before it is added (Gemma-2). All sums are computed in float32. The norm

@@ -148,7 +148,7 @@ class TorchExecutor(Executor):
         self._sampler.forget(plan.finished)
         previous, self._sampled = self._sampled, SampledTokens()
         if self._host is not None:
-            self._host.take_times()  # the times of a step that failed are not of this one
+            self._host.take_times()  # drop the times of a step that failed
         stopwatch = Stopwatch(self.device)
         with torch.inference_mode():
             # Copy KV blocks in the order that StepPlan states.

@@ -54,7 +54,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse a .gguf file, or return the earlier result if its modification time and size have not changed.
+    """Parse a .gguf file, or return the earlier result while the file's modification time and size are the same.
 
     Raises ModelError if the file is damaged, is one part of a split file, or has an unsupported architecture.
     """

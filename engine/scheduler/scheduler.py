@@ -203,7 +203,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, reason: str, demand: int | None = None) -> None:
         assert not request.num_pending_tokens, "a request cannot be preempted while a step samples its next token"
-        # Copying KV to host memory takes device memory, which a step that ran out of it does not have.
+        # Copying KV to host memory takes device memory, of which the failed step has just run out.
         loss = self.preemption.decide(request, demand, may_swap=reason != "step_memory")
         self.ledger.note(
             request.request_id,
