@@ -114,9 +114,9 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` points, in order.
+    """Return at most `most` of the points, in their order.
 
-    More points are cut into `most` // 2 parts, and two points of each part are kept: the lowest and the highest.
+    If there are more, divide them into `most` // 2 parts, and keep the lowest and the highest point of each part.
     """
     if len(points) <= most:
         return list(points)
@@ -133,7 +133,8 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
     """Return the cumulative distribution of samples: each value with the percentage of samples up to that value.
 
-    More than `most` samples are thinned to about `most`, at evenly spaced ranks from the lowest to the highest.
+    If there are more than `most` samples, return points for about `most` evenly spaced ranks, which include the lowest
+    and the highest sample.
     """
     ordered = sorted(samples)
     step = max(1, len(ordered) // most)
@@ -144,7 +145,7 @@ def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """Return a value as the label of a tick."""
+    """Return a value as text for the label of a tick."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.0e}"
     return f"{value:.6g}"

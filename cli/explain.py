@@ -73,9 +73,9 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:
-    """Print the events that the client saw in a bench run, and the scheduler's decisions, if known.
+    """Print when the client of a bench run saw events of a request, and the scheduler's decisions about it, if known.
 
-    `request` is a request as `read_request` returns it. With `as_json`, print JSON.
+    `request` is the value that `read_request` returned. With `as_json`, print JSON.
     """
     entries = saved_entries(request)
     if as_json:
@@ -165,7 +165,7 @@ def _admitted(details: dict[str, Any]) -> str:
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """Say how many blocks a request lacks: now, or at the predicted peak of the running requests."""
+    """Return words for the number of blocks that a request lacks: now, or at the predicted peak of KV use."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
         "predicted peak": "at the running requests' predicted peak",

@@ -1,4 +1,4 @@
-"""Output files that flags name. They are checked before the work and written after the work."""
+"""Checks of output files that flags name. A command checks them before its work and writes them after it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
 def checked(response: httpx.Response, key: str) -> dict[str, Any]:
     """Return the JSON object of a response, which must have `key`.
 
-    Raises LlmschedError with the server's message for an error, and ValueError for any other answer.
+    Raises LlmschedError with the server's message if the response is an error, and ValueError if it is neither an error
+    nor an object with `key`.
     """
     body = response.json()
     if response.status_code == 200 and isinstance(body, dict) and key in body:

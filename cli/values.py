@@ -60,7 +60,7 @@ def server_url(text: str) -> str | None:
 
 
 def duration(text: str) -> float:
-    """Return the seconds of a duration such as "800ms". Allowed is 0, with or without a unit, and 1 ns to 250,000 h."""
+    """Return the seconds of a duration such as "800ms". It must be 0 (with or without a unit) or 1 ns to 250,000 h."""
     number, unit = _split(text, "a duration such as 800ms or 1.5s")
     if not unit and number == 0:
         return 0.0

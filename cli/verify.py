@@ -41,8 +41,8 @@ def verify(
 ) -> None:
     """Compare the engine with plain transformers: same weights, same device, same dtype.
 
-    The engine computes the model as `serve` would; --model-impl transformers checks the path of models that the fused
-    decoder does not know.
+    The engine computes the model with the layers that `serve` would choose: its own fused decoder or, for an
+    architecture that the decoder does not know, those of transformers. --model-impl transformers checks the latter.
 
     The engine continues every prompt alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a
     forced preemption. The logits of each token are compared with those of a full pass with transformers' own attention,

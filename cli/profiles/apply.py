@@ -23,9 +23,10 @@ from llmsched.profiles.tuned import TunedProfile, device_changes, load_profile, 
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """Return the options, with the profile's settings for flags that were not given. Flags set to "auto" stay unset.
+    """Return the options, with the profile's settings in place of flags that were not given.
 
-    If `name_or_path` is None, return the options unchanged. Raises ConfigError for a bad profile.
+    A flag that was set to "auto" takes no setting from the profile. If `name_or_path` is None, return the options
+    unchanged. Raises ConfigError for a bad profile.
     """
     if name_or_path is None:
         return options
@@ -56,8 +57,8 @@ def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | No
     """Return warnings if the profile was tuned for another model or device, or in a simulation.
 
     `config` has the model and device to be used. `simulate` is the value of `--simulate`, or None for a real engine.
-    Only for a real engine is there a warning that the profile was simulated. A property that the profile lacks counts
-    as equal. Raises ConfigError or ModelError if the profile or the model cannot be read.
+    With `simulate`, a simulated profile causes no warning. A property that the profile lacks counts as equal. Raises
+    ConfigError or ModelError if the profile or the model cannot be read.
     """
     profile = _load(name_or_path)
     found = [

@@ -21,7 +21,7 @@ _FIGURES = ("goodput_rps", "output_tokens_per_s", "p99_itl_ms", "p99_ttft_ms", "
 
 
 def list_entries() -> list[dict[str, Any]]:
-    """Return a JSON object for each tuned profile and then for each calibration, both in the order of their names.
+    """Return a JSON object for each tuned profile, then one for each calibration. Each group is sorted by name.
 
     `summary` is a text: the settings of a tuned profile, or the error of a calibrated cost model. If a file cannot be
     read, `problem` says why, and the values from the file are None.
@@ -84,7 +84,7 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Return the profile `name` as JSON or, if there is none, the calibration. Raises ProfileError for a bad file."""
+    """Return the profile (else the calibration) `name` as JSON. Raises ProfileError if there is no valid file."""
     if not profile_path(name).exists() and name in list_calibrations():
         calibration = load_calibration(name)
         assert calibration is not None

@@ -22,20 +22,20 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass
 class Health:
-    """Answers of /health during an attack: `seconds` of each, and the `statuses` (or names of exceptions)."""
+    """Answers of /health during an attack: the duration of each, and the counts of statuses or names of exceptions."""
 
     seconds: list[float] = field(default_factory=list)
     statuses: Counter[Any] = field(default_factory=Counter)
 
     def at(self, share: float) -> float:
-        """Return the quantile of the times in seconds; share 1 is the longest."""
+        """Return a quantile of the durations in seconds; `share` 0.5 is the median, and 1 the maximum."""
         times = sorted(self.seconds)
         return times[min(len(times) - 1, int(share * len(times)))]
 
 
 @contextmanager
 def watched(url: str) -> Iterator[Health]:
-    """Ask for /health on new connections until the block ends, in another process, which the attack cannot slow."""
+    """Ask for /health on new connections until the block ends. Another process asks, so that the attack cannot slow it."""
     health = Health()
     watcher = subprocess.Popen(
         [sys.executable, __file__, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -67,7 +67,7 @@ def watch(url: str, every_s: float = 0.02) -> None:
 def ask(
     url: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None, timeout: float = 60
 ) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body of an answer; with a request body, POST it."""
+    """Send a GET or, with a `body`, a POST. Return the status, the headers and the body of the answer."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=timeout)
     try:
@@ -86,7 +86,7 @@ def connected(url: str) -> socket.socket:
 
 @contextmanager
 def idle_connections(url: str, count: int, sent: bytes = b"") -> Iterator[list[socket.socket]]:
-    """Hold `count` connections that have sent only `sent`."""
+    """Yield `count` open connections that have sent nothing but `sent`."""
     sockets: list[socket.socket] = []
     try:
         for _ in range(count):
@@ -100,7 +100,7 @@ def idle_connections(url: str, count: int, sent: bytes = b"") -> Iterator[list[s
 
 
 def closed(each: socket.socket) -> bool:
-    """Return whether the server has closed the connection."""
+    """Return True if the server has closed the connection."""
     each.setblocking(False)
     try:
         return not each.recv(1 << 16) or closed(each)
@@ -111,7 +111,7 @@ def closed(each: socket.socket) -> bool:
 
 
 def one_byte_chunks(url: str, count: int, path: str = COMPLETIONS) -> int | str:
-    """POST a body in `count` chunks of one byte; return the status, or the name of an error."""
+    """POST a body in `count` chunks of one byte. Return the status of the answer, or the name of an exception."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with connected(url) as sender:
         pieces = b"1\r\n \r\n" * 10_000
@@ -127,7 +127,7 @@ def one_byte_chunks(url: str, count: int, path: str = COMPLETIONS) -> int | str:
 
 
 def all_at_once(count: int, attack: Callable[[int], Any]) -> Counter[Any]:
-    """Run the attack in `count` threads; return how often each outcome (or exception) came."""
+    """Call `attack` in `count` threads at once. Count its results, or the names of its OSErrors."""
 
     def outcome(number: int) -> Any:
         try:
@@ -144,9 +144,9 @@ def completion(**fields: Any) -> bytes:
 
 
 def burst(url: str, count: int, body: bytes) -> list[tuple[int, bytes]]:
-    """Send `count` streaming requests on as many connections; return each status line's number and the first bytes.
+    """Send `count` streaming requests on as many connections, then read the start of each answer.
 
-    The answers are read as far as they have come after all were sent.
+    Return the status and the first bytes of each answer.
     """
     place = urlsplit(url)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Length: {len(body)}\r\n\r\n".encode()

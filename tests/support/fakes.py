@@ -39,10 +39,10 @@ def reference(prompt: list[int], count: int) -> list[int]:
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """Step of the fake executor with what it knew at the launch: the rows' block tables, and their sequences' ids.
+    """Launched step of the fake executor. It has copies of the block tables and token ids as they were at the launch.
 
-    `exhausted` is the number of parts of its work after which it runs out of memory. After `spoil`, it computes
-    nonsense, because a step on whose tokens it depends has failed.
+    `exhausted` is the number of parts of the step (see FakeExecutor) after which the executor runs out of memory. A
+    `spoilt` step computes nonsense, because it depends on tokens of a step that failed.
     """
 
     plan: StepPlan
@@ -56,13 +56,13 @@ class LaunchedStep:
 class FakeExecutor(Executor):
     """Executor that writes token ids into the KV cache and checks them when it reads them through the block table.
 
-    It computes as late as possible: a launched step runs when its result is collected. If `looks_ahead` is set, it
-    takes pending tokens from the step before, whose result may not have been collected.
+    A launched step runs only when its result or that of a later step is collected. If `looks_ahead` is set, a step may
+    use tokens of the step before, even if the result of that step has not been collected.
 
     A step takes `elapsed` seconds, and `per_swapped_block` seconds more for each block that is copied from or to
-    `host`. Rows of the requests whose ids are in `failing` fail. For each number in `exhausted`, one step does that
-    many parts of its work (the three kinds of copies, then each row), and runs out of memory: steps of an even number
-    of rows in `launch`, the others in `collect`.
+    `host`. Rows of the requests whose ids are in `failing` fail. The parts of a step are the three kinds of copies
+    (swap-out, copy-on-write, swap-in) and then each row. Each number in `exhausted` makes one step run out of memory
+    after that many parts: in `launch` if the step has an even number of rows, else in `collect`.
     """
 
     elapsed = 1.0
@@ -172,7 +172,7 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: flo
 
 
 class Harness(StepLoop):
-    """Step loop with a fake executor. Each call of `step` checks the scheduler and takes a second of its clock."""
+    """Step loop with a fake executor. Each call of `step` checks the scheduler and moves its clock on by one second."""
 
     executor: FakeExecutor
     max_attempts = 10_000
@@ -247,7 +247,7 @@ class Harness(StepLoop):
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
-    """Return a prompt of `count` ids. Prompts of different seeds below 25 differ from the first id on."""
+    """Return a prompt of `count` ids. Prompts whose seeds differ and are below 25 differ in their first id."""
     return [(seed * 7919 + i * 31 + seed) % 1000 for i in range(count)]
 
 

@@ -150,7 +150,10 @@ def _gguf_name(name: str, arch: str) -> str:
 
 
 def _changed(name: str, values: npt.NDArray[np.float32], config: Any, arch: str) -> npt.NDArray[np.float32]:
-    """Return a weight as the converter changes it: rope rows of Llama are interleaved, norms of Gemma get 1 added."""
+    """Return the weight as llama.cpp's converter stores it. It reorders the Q and K rows of Llama for its rope kernel.
+
+    It also adds 1 to the norms of Gemma.
+    """
     if arch == "llama" and ("q_proj" in name or "k_proj" in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])

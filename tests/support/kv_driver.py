@@ -13,7 +13,7 @@ from llmsched.engine.request import Request
 
 
 class KVDriver:
-    """Driver that admits, steps and releases requests on command, with the calls that a scheduler makes."""
+    """Driver that admits, computes and releases requests at a test's command, with the calls that a scheduler makes."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class KVDriver:
         return hit
 
     def step(self, chunks: dict[Request, int]) -> None:
-        """Compute the next `chunks[request]` tokens of each request, or fewer if it has fewer left.
+        """Compute the next `chunks[request]` tokens of each request, or fewer if fewer are left.
 
-        A request with all its tokens computed gets a new token.
+        A request whose tokens have all been computed gets a new token.
         """
         rows = []
         for request, chunk in chunks.items():
@@ -86,7 +86,7 @@ class KVDriver:
         self.swapped.append(request)
 
     def may_swap(self, request: Request) -> bool:
-        """Return True if the request was in a step since its admission, and host memory has room for it."""
+        """Return True if a step has computed tokens of the request since its admission and host memory has room."""
         written = request.num_computed_tokens > request.table.num_initial
         return written and self.kv.num_swapped(request) <= self.kv.swap.num_free
 

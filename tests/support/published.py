@@ -60,7 +60,7 @@ class PublishedRow:
 
     @property
     def fitted(self) -> bool:
-        """True if constants may be fitted to the row. A hash of the id selects half of the rows."""
+        """True if constants of the cost model may be fitted to the row. A hash of the id selects half of the rows."""
         return hashlib.sha256(self.id.encode()).digest()[0] % 2 == 0
 
     @property
@@ -122,7 +122,7 @@ class PublishedRow:
         return model_flops(self.planner().content, dtype_bytes=2, kv_dtype_bytes=1 if self.kv == "fp8" else 2)
 
     def settings(self) -> EngineConfig:
-        """Return the scheduler settings that are closest to the engine's defaults."""
+        """Return settings for our scheduler: the limits that the row states, else the defaults of the row's engine."""
         large = self.gpu.architecture == "hopper"
         limits = {
             "vllm": (8192, 1024) if large else (2048, 256),
@@ -155,13 +155,13 @@ class PublishedRow:
     def staggered(self) -> bool:
         """True if the requests of a closed loop do not all start together.
 
-        The published TTFT of these rows is shorter than the prefill of as many requests as run at the same time. So the
-        requests that were measured did not start together.
+        If they did, the published TTFT could not be shorter than the prefill of all concurrent requests, but in these
+        rows it is shorter.
         """
         return self.id.startswith("aic") and (self.concurrency or 1) > 1
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
-        """Return the memory plan of the model on the GPU."""
+        """Return the memory plan of the row's model on its GPU."""
         return self.planner().plan(config, DeviceMemory("cuda", self.gpu.name, self.gpu.memory))
 
 

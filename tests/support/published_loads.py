@@ -1,4 +1,4 @@
-"""Simulation of the load of a published row: the steps that the scheduler makes, and the figures of these steps."""
+"""Simulation of the load of a published row: the steps that our scheduler makes, and the latencies that follow."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class Figures(NamedTuple):
 class Steps:
     """Steps of a load.
 
-    `shapes` has arrays with an entry per step, and `idle` the seconds without work before each step. The other arrays
-    have an entry per request. `came` is when it arrived: in seconds or, if the row has no rate, the index of the next
-    step. `first` and `last` are the indices of the steps of its first and last token, and `outputs` is its number of
-    output tokens. The figures leave out the first `warm` requests.
+    The arrays in `shapes` have an entry per step, and `idle` has the seconds without work before each step. The other
+    arrays have an entry per request. `came` is the time at which the request arrived, in seconds; if the row has no
+    rate, it is the index of the first step after that. `first` and `last` are the indices of the steps that computed
+    the request's first and last token, and `outputs` is its number of output tokens. The figures leave out the first
+    `warm` requests.
     """
 
     row: PublishedRow
@@ -89,7 +90,7 @@ class Steps:
 
 
 def published_cost(row: PublishedRow, engine: str | None = None) -> Roofline:
-    """Return the step cost of the row's model and GPU, for the engine class `engine` (None: the row's class)."""
+    """Return the cost of steps of the row's model on its GPU with the engine `engine` (None: the row's engine)."""
     return Roofline(row.work(), row.gpu, find_engine(engine or row.engine), dtype=row.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Trials with scripted measurements, raced as tune does."""
+"""Races of settings, as in tune, on scripted measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORK = SyntheticLoad(num_prompts=10, max_concurrency=1)
 
 
 def figures(rate: float, ttft: float = 0.1, tokens: int = 11, gap: float = 0.05) -> Measurement:
-    """Measure ten requests, one every 1/rate seconds, each with `tokens` tokens."""
+    """Return the figures of ten invented requests: one every 1/rate seconds, each with `tokens` output tokens."""
     records = []
     for index in range(10):
         start = index / rate
@@ -33,7 +33,7 @@ def figures(rate: float, ttft: float = 0.1, tokens: int = 11, gap: float = 0.05)
 
 
 class Scripted(TrialRunner):
-    """TrialRunner with scripted measurements."""
+    """TrialRunner that returns `outcomes[setting](round_index)` as the measurement of a run, and logs each call."""
 
     def __init__(self, outcomes: dict[Setting, Callable[[int], Measurement]]) -> None:
         self.outcomes = outcomes

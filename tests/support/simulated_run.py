@@ -16,7 +16,7 @@ from llmsched.engine.scheduler.scheduler import Scheduler
 class LinearCost(NamedTuple):
     """Linear cost of a step in seconds: a fixed part, and parts per prefill token, decoding sequence and KV token read.
 
-    Sliding windows make no difference.
+    Sliding windows do not change the cost.
     """
 
     fixed: float

@@ -21,9 +21,9 @@ def make_sequence(
 
 
 class Stepper:
-    """Driver of sequences on an executor, in steps with given chunk sizes (tokens).
+    """Driver that computes sequences on an executor in steps with given chunk sizes in tokens.
 
-    A shuffled pool gives each sequence blocks for `max_len` tokens.
+    Each sequence has blocks for `max_len` tokens, drawn in random order from the executor's blocks.
     """
 
     def __init__(self, executor: TorchExecutor, sequences: ListLike[Sequence], max_len: int, *, seed: int = 0) -> None:

@@ -12,12 +12,12 @@ from llmsched.engine.request import Request
 
 @dataclass
 class Wait:
-    """Wait of one request. `began` is the number of steps before the wait.
+    """Wait of one request in the queue.
 
-    `recomputed` is the number of tokens that the scheduler had recomputed by then, and `there_when_it_came` are the
-    requests that were waiting then. `ahead` are all requests that were ahead of the waiting one in the queue at some
-    time. `passed_by` are the requests behind it that were admitted first. `ran` are the requests that ran during the
-    wait.
+    `began` is the number of steps before the wait. `recomputed` is the number of tokens that the scheduler had
+    recomputed before it. `there_when_it_came` are the requests that were in the queue when the wait began. `ahead` are
+    all requests that were ahead of the waiting one at some time. `passed_by` are the requests behind it that were
+    admitted before it. `ran` are the requests that ran during the wait.
     """
 
     there_when_it_came: set[Request]
