@@ -105,7 +105,7 @@ def are_loopback(listeners: Collection[socket.socket]) -> bool:
 
 
 def _has_key(request: Request, *keys: str | None) -> bool:
-    """Return True if the request has one of the keys. The comparison takes constant time, to reveal no key."""
+    """Return True if the request has one of the keys. The duration of the comparison reveals nothing about a key."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     key = given.strip(" \t").encode("latin-1")  # headers are bytes decoded as Latin-1
     matches = [hmac.compare_digest(key, known.encode()) for known in keys if known is not None]

@@ -85,7 +85,7 @@ def build_app(
 
     @app.exception_handler(Exception)
     async def answer_failure(_: Request, error: Exception) -> Response:
-        """Answer an unexpected error with a 500. Starlette raises the error again, and RequestIds logs it."""
+        """Answer an unexpected error with a 500. Starlette raises it again, and RequestIds logs it."""
         return api_error(error).response()
 
     return with_cors(app, access.cors_origins) if access.cors_origins else app
@@ -170,10 +170,10 @@ class _ServedModel:
             )
 
     async def prepare(self, http: Request, schema: type[R], steps: Callable[[R], Iterator[T]]) -> tuple[R, list[T]]:
-        """Read a request from the body and run `steps(request)` in threads. Return the request and the items.
+        """Read a request from the body, and collect the items of `steps(request)` in threads. Return both.
 
-        Raises RequestError for an invalid request, ApiError 404 for a model that is not served and 413 for a body that
-        is too large, and ClientDisconnect, which ends `steps` early, if the client disconnects.
+        Raises RequestError for an invalid request, ApiError 404 for a model that is not served, ApiError 413 for a body
+        that is too large, and ClientDisconnect if the client disconnects before the last step.
         """
         body = await read_body(http, self.limits.max_body_size)
         large = len(body) > _SMALL_BYTES

@@ -80,7 +80,7 @@ class ConnectionPool:
         return len(self.busy) > self.limit
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an error on the event loop. If no connection can be accepted, log that; asyncio tries again."""
+        """Handle an error on the event loop. If a connection cannot be accepted, only log it: asyncio tries again."""
         if "socket" in context and isinstance(error := context.get("exception"), OSError):
             self._log(f"cannot accept connections: {error.strerror or error}")
         else:
@@ -144,7 +144,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(_head_too_large())
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open if this returns True
-        """Keep the connection for the answers to complete requests, which the client may still read."""
+        """Handle the end of the client's data. Keep the connection if answers are due, which the client may still read."""
         if self.cycle is None or self.cycle.response_complete or self._awaits_body:
             return False
         self._has_eof = True
@@ -157,10 +157,10 @@ class Connection(HttpToolsProtocol):
             self._deadline = self.loop.call_later(delay, self._ping, delays)
 
     def _ping(self, delays: Iterator[float]) -> None:
-        """Send something that clients ignore, and do it again after each of `delays` seconds.
+        """Send bytes that clients ignore, now and again after each of `delays` seconds.
 
-        This finds out whether the client reads: one that has closed the connection looks like one that has nothing more
-        to send, until the network reports that what was sent to it could not be delivered.
+        A client that has ended its data may still read, or may have closed the connection. To find out, the server must
+        send something: if the client has closed the connection, the network reports an error.
         """
         cycle = self.cycle
         if not self.pipeline and cycle.scope["http_version"] == "1.1":
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
         self._ping_later(delays)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Parse a request again without its offer of another protocol, after which the parser would read no body.
+        """Parse a request again without its Upgrade header, because with it the parser would not read the body.
 
         `rest` has the bytes after the headers.
         """
@@ -249,7 +249,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        """Run the application. An answer after which nothing more is parsed closes the connection."""
+        """Run the application. If no further request will be parsed, close the connection after the answer."""
 
         async def receive_valid() -> Any:
             message = await receive()
@@ -309,11 +309,11 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with `error` before the client has sent the whole request.
+        """Answer the request that the client is sending with `error`, and parse nothing more.
 
-        If requests before it are not answered yet, close the connection after their answers instead.
-
-        If the application has the headers, it answers instead: it may know a better reason, such as a missing key.
+        If earlier requests have no answer yet, send only their answers, then close the connection. If the application
+        has the headers of this request, it sends the answer, because it may know a better reason, such as a missing
+        key.
         """
         self._discards = True
         if self._deadline is not None:
@@ -351,9 +351,9 @@ class Connection(HttpToolsProtocol):
         self._expect(_LINGER_S)
 
     def watch_sending(self, before: float = math.inf) -> None:
-        """Abort the connection if the client has taken nothing of its answer for `send_timeout`.
+        """Abort the connection if the client has taken no byte of its answer for `send_timeout` seconds.
 
-        `before` is the number of bytes that were left to send when that time began.
+        `before` is the number of bytes that were left to send at the start of these seconds.
         """
         left = self.transport.get_write_buffer_size()
         if left >= before:

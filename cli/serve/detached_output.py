@@ -17,7 +17,7 @@ _LAST_S = 0.2
 
 
 class DetachedStream:
-    """Text stream that a thread copies to `stream`. It drops texts if the reader is gone or slow, or the disk full."""
+    """Text stream that a thread copies to `stream`. It drops texts if their reader is gone or slow, or a disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -67,7 +67,8 @@ def detached_output() -> Iterator[None]:
 def leave(code: int) -> NoReturn:
     """End the process with this exit code, after a short wait for pending output.
 
-    The interpreter's own teardown would take seconds with gigabytes of tensors, and wait for threads that hang.
+    Skip the interpreter's own teardown, because it takes seconds with gigabytes of tensors and waits for threads that
+    hang.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, DetachedStream):

@@ -17,7 +17,7 @@ from llmsched.engine.service import AsyncEngine
 
 
 class AnswerIds(dict[str, str]):
-    """Ids of the latest MAX_REQUESTS answers, by the X-Request-Id of their requests."""
+    """Dictionary from the X-Request-Id of a request to the id of its answer, for the latest MAX_REQUESTS requests."""
 
     def add(self, request_id: str, answer_id: str) -> None:
         self.pop(request_id, None)
@@ -29,7 +29,7 @@ class AnswerIds(dict[str, str]):
 def explain_route(engine: AsyncEngine, answer_ids: AnswerIds, max_choices: int) -> APIRouter:
     """Return the route, which takes the id of an answer or the X-Request-Id of its request.
 
-    No request has more prompts than `max_choices`.
+    `max_choices` is the largest number of prompts that a request can have.
     """
     router = APIRouter()
 

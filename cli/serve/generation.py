@@ -97,10 +97,10 @@ class Generation:
         return self._envelope(self._format.whole_object, bodies) | {"usage": self._usage()}
 
     async def events(self, write: Callable[[bytes], bool]) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as server-sent events; those of one step come together.
+        """Yield the answer as server-sent events. Events that are ready at the same time are joined.
 
-        Events that `write` takes (it returns True) while this generator waits are not yielded. If the request fails,
-        the last event is an error, not [DONE].
+        While this generator waits, an event may be passed to `write`. If `write` returns True, it has sent the event,
+        and the generator does not yield it. If the request fails, the last event is an error, not [DONE].
         """
         if len(self._streams) == 1 and (self._format.request.n or 1) == 1:
             self._write, self._streams[0].pass_on = write, self._pass_on
@@ -122,9 +122,9 @@ class Generation:
             self.abort()
 
     async def _outputs(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
-        """Yield the outputs of all prompts as they arrive, each with its prompt index; those of one step come together.
+        """Yield lists of outputs as they arrive, each output with the index of its prompt.
 
-        If a prompt fails, raises its error after the output that was generated before.
+        If a prompt fails, raise its error after the outputs that were generated before.
         """
         error: LlmschedError | None = None
         finished = False
@@ -166,7 +166,7 @@ class Generation:
         return b"" if content is None else self._chunk([content])
 
     def _pass_on(self, output: RequestOutput) -> bool:
-        """Write the event for an output without waking `events`, which takes ten times as long.
+        """Write the event for an output at once, because waking `events` for it would take ten times as long.
 
         Return False if this is not possible, for example because an earlier event is not written yet.
         """
@@ -177,7 +177,7 @@ class Generation:
         return not event_or_empty or self._write(event_or_empty)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return what is sent before and after the text of a chunk. Most chunks of a stream differ only in the text."""
+        """Return the bytes before and after the text of a chunk. Most chunks of a choice differ only in the text."""
         content = self._format.choice(ChoiceDelta(index, _PLACEHOLDER, []), whole=False)
         before, _, after = self._chunk([content]).partition(json_line(_PLACEHOLDER))
         return before, after
@@ -207,7 +207,7 @@ class Generation:
 
 
 def _failure(output: RequestOutput) -> ApiError | None:
-    """Return the error for an output with which its choice ended early, or None."""
+    """Return the error to report if the output says that its choice failed or was aborted, else None."""
     if output.finish_reason is FinishReason.ERROR:
         return ApiError(500, f"the request failed: {output.error}", code="generation_failed")
     if output.finish_reason is FinishReason.ABORT:

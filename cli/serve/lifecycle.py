@@ -168,7 +168,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or (self._draining is not None and self._draining.done())
 
     async def _drain(self) -> None:
-        """Let running requests finish. If the engine has failed, let clients and probes get their answers instead."""
+        """Wait until running requests finish. If the engine has failed, wait a moment for error answers to be sent."""
         if not self._engine.healthy:
             await asyncio.sleep(_LINGER_S)
             return
@@ -177,7 +177,7 @@ class Server(uvicorn.Server):
         await self._engine.drain(self._grace_s)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop the engine, then close the connections, whose clients have a moment to read their answers."""
+        """Stop the engine, then close the connections after a moment in which clients can read their answers."""
         if self._draining is not None:
             await self._draining
         has_failed = not self._engine.healthy

@@ -71,9 +71,10 @@ def prefix_cache_routes(
 
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
-    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and the `change` that makes prompts miss.
+    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and the `change` between prompts, if any.
 
-    A miss of the kind OTHER_SALT counts as COLD, because a tenant must not learn what other tenants have sent.
+    A prefix that is cached for another tenant (OTHER_SALT) counts as not cached (COLD), because a tenant must not learn
+    what other tenants have sent.
     """
     misses = dict(stats.prefix_misses)
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)

@@ -27,7 +27,7 @@ class PreparationTurns:
         self._large = ThreadPoolExecutor(num_threads, thread_name_prefix="llmsched-prepare-large")
 
     async def collect(self, work: Iterator[T], *, large: bool) -> list[T]:
-        """Advance the iterator `work` in threads and return its items. Cancelling ends `work` after its turn."""
+        """Advance the iterator `work` in threads and return its items. If cancelled, stop after the present turn."""
         loop, threads = asyncio.get_running_loop(), self._large if large else self._small
         items: list[T] = []
         done = False

@@ -53,7 +53,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
-        """Raise an error for the first unknown field. pydantic's own check would list every one of a hostile body."""
+        """Raise an error for the first unknown field. pydantic's own check would list all, however many."""
         if isinstance(value, dict) and (unknown := next((k for k in value if k not in cls.model_fields), None)):
             raise PydanticCustomError("unknown_field", "unknown field '{field}'", {"field": unknown[:100]})
         return value
@@ -235,7 +235,7 @@ class Message(ChatData):
     def _usual_form(cls, value: Any) -> Any:
         """Fill in the content that an assistant or a tool may leave out, and convert functions to tools.
 
-        Raises an error for a field of _CONTENT_FIELDS that is not empty.
+        Raises an error if a field has content that the model cannot get (_CONTENT_FIELDS, such as images).
         """
         if not isinstance(value, dict):
             return value

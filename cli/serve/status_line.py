@@ -29,7 +29,7 @@ async def log_status(engine: AsyncEngine, interval_s: float) -> None:
 
 
 class StatusMeter:
-    """Meter of what an engine did between two calls of `line`."""
+    """Meter of an engine's speed, cache hits and latency between two calls of `line`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class StatusMeter:
         return time.monotonic(), self._engine.stats(), buckets
 
     def line(self) -> str:
-        """Return the status since the last call, or "" if the engine has done nothing."""
+        """Return the status since the last call as text, or "" if the engine has computed nothing since then."""
         before, self._last = self._last, self._look()
         (then, old, old_buckets), (now, new, buckets) = before, self._last
         if new.steps == old.steps:

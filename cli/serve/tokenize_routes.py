@@ -34,7 +34,7 @@ class DetokenizeRequest(ModelRequest):
 
 
 def tokenize_routes(engine: Engine, preparer: Preparer, prepare: Callable[..., Awaitable[Any]]) -> APIRouter:
-    """Return the routes /tokenize and /detokenize (POST). They refuse only texts that surely exceed the context."""
+    """Return the routes /tokenize and /detokenize (POST). A text is refused only if it surely exceeds the context."""
     router = APIRouter()
     tokenizer, last = engine.tokenizer, engine.model.vocab_size - 1
 

@@ -35,7 +35,7 @@ class Health:
 
 @contextmanager
 def watched(url: str) -> Iterator[Health]:
-    """Ask for /health on new connections until the block ends, in another process, which the attack cannot slow down."""
+    """Ask for /health on new connections until the block ends, in another process, which the attack does not slow."""
     health = Health()
     watcher = subprocess.Popen(
         [sys.executable, __file__, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
