@@ -17,7 +17,7 @@ _LAST_S = 0.2
 
 
 class DetachedStream:
-    """Text stream that a thread copies to `stream`. It drops texts that their reader or the disk does not take in time."""
+    """Text stream that a thread copies to `stream`. It drops texts if the reader is gone or slow, or a disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
