@@ -9,6 +9,8 @@ memory and still works.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -118,15 +120,17 @@ class FusedDecoder:
             keys, values, group = context.cache.of_layer(index)
             shape, scale, softcap, _ = layer.call
             cos, sin = tables[layer.rotary]
-            query = kernels.rotate_and_write(
+            # Each tensor is an argument or replaces `branch`, so that none is kept longer than the memory plan says.
+            branch = kernels.rotate_and_write(
                 linear(normed, *layer.project), cos, sin, keys, values, slots[group], **layer.head_norms
             )
-            attended = kernels.paged_attention(
-                query, keys, values, block_tables[group], *lengths,
+            branch = kernels.paged_attention(
+                branch, keys, values, block_tables[group], *lengths,
                 scale=scale, window=shape.window, softcap=softcap, work=works[shape.window],
             )  # fmt: skip
-            branch = linear(attended.flatten(1), *layer.output)
+            branch = linear(branch.flatten(1), *layer.output)
             normed = kernels.add_norm(residual, branch, layer.middle_norm, branch_weight=layer.attention_norm, **rule)
+            del branch
             branch = linear(kernels.gated(linear(normed, *layer.gate_up), activation), *layer.down)
             normed = kernels.add_norm(residual, branch, layer.next_norm, branch_weight=layer.mlp_norm, **rule)
         logits: Tensor = linear(normed if logit_rows is None else normed[logit_rows], *self._head)
@@ -209,6 +213,13 @@ def joined(parameters: Sequence[Tensor]) -> Tensor:
     views = torch.split(whole, [len(parameter) for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
-    if whole.device.type == "cuda":
-        torch.cuda.empty_cache()  # else the separate matrices would stay reserved
+    return_freed_memory(whole.device)
     return whole
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Let the allocator return the separate matrices to the device or system; it would keep them reserved."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        libc.malloc_trim(0)

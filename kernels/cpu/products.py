@@ -29,7 +29,7 @@ Arguments = arguments_type(addresses=("row", "weight", "bias", "output"), sizes=
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `reference.linear`."""
-    if len(rows) != 1 or rows.dtype != torch.bfloat16:
+    if len(rows) != 1 or rows.dtype != torch.bfloat16 or not (rows.is_contiguous() and weight.is_contiguous()):
         return F.linear(rows, weight, bias)
     output = rows.new_empty(1, len(weight))
     addresses = (rows.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr())

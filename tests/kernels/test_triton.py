@@ -230,7 +230,12 @@ def test_batches_of_all_sizes_share_few_kernels(monkeypatch: pytest.MonkeyPatch)
             ops.paged_attention(*batch.tensors[:3], tables, *batch.tensors[4:], **batch.options)
         slots = torch.empty(batch.query.shape[0], dtype=torch.int64, device="meta")
         ops.write_kv(batch.query[:, :2], batch.query[:, 2:4], batch.key_cache, batch.value_cache, slots)
-    assert len({id(kernel) for kernel in compiled}) == 6
+        rows, weight, tables = batch.query.flatten(1), batch.query[0].flatten(), batch.query[:, 0].contiguous()
+        for branch in (None, rows):
+            ops.add_norm(rows, branch, weight, eps=1e-5)
+        ops.rotate_and_write(rows.repeat(1, 2), tables, tables, batch.key_cache, batch.value_cache, slots)
+        ops.gated(rows, "silu")
+    assert len({id(kernel) for kernel in compiled}) == 10
 
 
 def chosen(num_tokens: int, num_sequences: int, **change: int) -> Tiling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from llmsched.engine.architecture.shape import model_shape
+from llmsched.engine.config import ModelImplementation
 from llmsched.engine.device import computes_bf16
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
@@ -41,13 +43,21 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_impl", ["fused", "transformers"])
 @pytest.mark.parametrize(
     ("hidden", "inner", "vocab", "num_tokens", "num_seqs", "tightness"),
     [(256, 704, 500, 512, 4, 0.98), (64, 96, 20000, 32, 16, 0.7), (32, 48, 49152, 64, 64, 0.7)],
     ids=["layers", "sampler", "sampler of many rows"],
 )
 def test_steps_stay_within_the_plan_and_near_it(
-    dtype: torch.dtype, hidden: int, inner: int, vocab: int, num_tokens: int, num_seqs: int, tightness: float
+    dtype: torch.dtype,
+    model_impl: ModelImplementation,
+    hidden: int,
+    inner: int,
+    vocab: int,
+    num_tokens: int,
+    num_seqs: int,
+    tightness: float,
 ) -> None:
     config = LlamaConfig(
         hidden_size=hidden,
@@ -60,12 +70,15 @@ def test_steps_stay_within_the_plan_and_near_it(
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(dtype).eval()
-    executor = TorchExecutor(model, num_blocks=64, block_size=16, device="cpu", kv_dtype=dtype)
+    sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 16, "device": "cpu", "kv_dtype": dtype}
+    executor = TorchExecutor(model, **sizes, model_impl=model_impl)
     executor.warmup(num_tokens, num_seqs, 1024)
     measured = peak_bytes(lambda: executor.warmup(num_tokens, num_seqs, 1024))
     shape = model_shape(config, dtype_bytes=dtype.itemsize)
     float32_products = dtype is torch.bfloat16 and not computes_bf16("cpu")
     planned = activation_bytes(shape, num_tokens, num_seqs, dtype.itemsize, float32_products=float32_products)
+    if model_impl == "fused" or dtype is torch.bfloat16:  # the plan is for the path that takes more
+        tightness = min(tightness, 0.7)
     assert tightness * planned <= measured <= 1.02 * planned
 
 
