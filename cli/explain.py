@@ -165,7 +165,7 @@ def _admitted(details: dict[str, Any]) -> str:
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """Return words for the number of blocks that a request lacks: now, or at the predicted peak of KV use."""
+    """Return a text with the number of blocks that a request lacks, now or at the predicted peak of KV use."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
         "predicted peak": "at the running requests' predicted peak",

@@ -77,8 +77,8 @@ def duration(text: str) -> float:
 def size(text: str) -> int:
     """Return the bytes of a size such as "24GiB" (1024^3 bytes each) or "24GB" (1000^3 bytes each).
 
-    A number without a unit is a number of bytes. It must be at least 1 MiB: if it is smaller, the unit was probably
-    forgotten.
+    A number without a unit is a number of bytes, and must be at least 1 MiB, because in a smaller number the unit was
+    probably forgotten.
     """
     number, unit = _split(text, "a size such as 24GiB or 512MiB")
     factor = _BYTES.get(unit.lower())

@@ -44,7 +44,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread. Small models gain nothing from more, and a busy machine loses a lot."""
+    """Limit torch to one thread. More threads make small models no faster, and much slower on a busy machine."""
     import torch
 
     before = torch.get_num_threads()

@@ -84,7 +84,7 @@ def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def load_content(name: str) -> dict[str, Any]:
-    """Return the profile (else the calibration) `name` as JSON. Raises ProfileError if there is no valid file."""
+    """Return the profile or, if there is none, the calibration `name` as JSON. Raises ProfileError for a bad file."""
     if not profile_path(name).exists() and name in list_calibrations():
         calibration = load_calibration(name)
         assert calibration is not None

@@ -101,7 +101,7 @@ class ChoiceFormat(ABC):
 
     @property
     def has_only_text(self) -> bool:
-        """True if the chunks of a stream, besides the first and the last of each choice, have only text."""
+        """True if all chunks of a stream, except the first and the last of each choice, contain nothing but text."""
         return not (self.request.return_token_ids or self.has_logprobs)
 
     @property
@@ -142,7 +142,7 @@ class ChoiceFormat(ABC):
 
     @abstractmethod
     def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
-        """Return the field of a choice that holds the text. `whole` is False for a chunk of a stream."""
+        """Return the field that holds the text of a choice, with its name. `whole` is False for a chunk of a stream."""
 
     def choice(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
         """Return the delta as a choice of a whole answer or, if `whole` is False, of a chunk of a stream."""

@@ -280,7 +280,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _awaits_body(self) -> bool:
-        """True if the request that the application answers has not been sent completely."""
+        """True if the application is answering a request that the client has not sent completely."""
         return self._in_body and not self.pipeline
 
     def on_response_complete(self) -> None:
@@ -293,7 +293,7 @@ class Connection(HttpToolsProtocol):
             self._pool.move(self, self._pool.idle)
 
     def _expect(self, seconds: float) -> None:
-        """Set the deadline for the part of a request that the client is sending, in seconds from now."""
+        """Give the client `seconds` from now to send the part of a request that it is sending."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = self.loop.call_later(seconds, self._on_deadline)

@@ -31,7 +31,7 @@ def engine_ids(request_id: str, num_prompts: int) -> list[str]:
 class Generation:
     """Run of one HTTP request on the engine. Each prompt of the HTTP request is a request to the engine.
 
-    If the engine refuses one, the constructor aborts the others and raises RequestError, QueueFullError or
+    If the engine refuses a prompt, the constructor aborts the others and raises RequestError, QueueFullError or
     EngineDeadError. If the answer fails or is cancelled, `whole` and `events` abort the prompts that are still running.
     """
 

@@ -81,7 +81,10 @@ class Preparer:
         yield [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
     def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """Return the token ids of a chat. Raises RequestError as render_chat does, and for a surely too long text."""
+        """Return the token ids of a chat.
+
+        Raises RequestError as render_chat does, and for a chat whose text surely exceeds the context.
+        """
 
         def check(text: str) -> None:
             self._refuse_surely_too_long(text, "messages")

@@ -266,7 +266,7 @@ class TemplateOptions(Schema):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the options of render_chat. Raises RequestError if a field and chat_template_kwargs contradict."""
+        """Return the options of render_chat. Raises RequestError if a field contradicts chat_template_kwargs."""
         names = ("add_generation_prompt", "continue_final_message", "parse_special")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         options = self.chat_template_kwargs or {}
@@ -359,8 +359,8 @@ def _num_values(text: bytes, start: int = 0, end: int | None = None) -> int:
 def _request_error(error: ValidationError) -> RequestError:
     """Return the error of the first bad field.
 
-    For a union (text or list), pydantic reports an error for each member. The client meant the member whose error is
-    the most deeply nested.
+    For a union (text or list), pydantic reports an error for each member. The client probably meant the member
+    whose error is the most deeply nested.
     """
     details = error.errors(include_url=False)
     first = details[0]["loc"][:1]

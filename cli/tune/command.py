@@ -137,8 +137,7 @@ def tune(
 
     With --simulate, every setting gets one full run, which gives the figures of `bench --simulate`. The winner is saved
     as a profile for `llmsched serve --profile`. Without targets, it is saved only with --output or, on a terminal, if
-    you confirm.
-    The exit code is 1 if no setting meets the targets.
+    you confirm. The exit code is 1 if no setting meets the targets.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""Explanation in words: why a setting was chosen, its gain over the default, and how the load compares."""
+"""Explanation in words: why a setting was chosen, its gain over the default, and how the given load compares."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def explain(history: TrialHistory) -> str:
 
 
 def rate_in_words(trial: Trial, goal: Goal) -> str:
-    """Return the throughput of a trial as text and, if `goal` is "goodput", its goodput before that."""
+    """Return the rates of a trial as text: the throughput and, if `goal` is "goodput", first the goodput."""
     tokens = f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
     return f"{trial.goodput_rps or 0.0:.3g} good requests/s ({tokens})" if goal == "goodput" else tokens
 

@@ -82,10 +82,9 @@ class RateReport:
 class KneeFinder:
     """Finder of knees: it runs each setting at most once at each request rate and keeps the results.
 
-    A run sends at least `least` requests. It sends more if a growing backlog needs more time to show, but for that it
-    lasts no longer than `longest` seconds. Two knees count as equal if they differ by no more than the share
-    `tolerance`. If `predicted` is True, a cost model predicts the runs instead. `runs` and `trials` map a setting and a
-    rate (None: the given load) to the run and its result.
+    The method `requests` says how `least` (requests) and `longest` (seconds) limit the length of a run. Two knees count
+    as equal if they differ by no more than the share `tolerance`. If `predicted` is True, a cost model predicts the
+    runs instead. `runs` and `trials` map a setting and a rate (None: the given load) to the run and its result.
     """
 
     runner: TrialRunner
@@ -101,7 +100,11 @@ class KneeFinder:
     out_of_time: bool = False
 
     def requests(self, rate: float | None) -> int:
-        """Return the number of requests that a run at this rate sends."""
+        """Return the number of requests that a run at this rate sends.
+
+        A load that is limited by a duration is sent whole. Another load gets `least` requests, or more if the SLO on
+        TTFT or E2E is so long that a backlog needs more requests to show, within `longest` seconds.
+        """
         if rate is None:
             return self.least
         if self.load.duration is not None:
@@ -130,9 +133,9 @@ class KneeFinder:
     async def climb(self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0) -> list[Setting]:
         """Find the highest rate at which any of the settings meets the SLOs, and return the settings that do.
 
-        The first rate is `start`. The next is higher or lower by `factor`, but never below `low`. If some settings meet
-        the SLOs at a rate and others do not, the others drop out. The result is empty if no setting met the SLOs at any
-        rate before the end of the search or of the time limit.
+        The first rate is `start`. The next is higher or lower by the factor `factor`, but never below `low`. If some
+        settings meet the SLOs at a rate and others do not, the others drop out. The result is empty if no setting met
+        the SLOs at any rate that was tried.
         """
         alive, best = list(settings), list[Setting]()
 

@@ -72,9 +72,9 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 
 
 async def _look_around(space: SearchSpace, race: Race) -> None:
-    """Run the leading setting with the next smaller and larger token budgets, until the leader stays the same.
+    """Run the leading setting with the next smaller and larger token budgets. Repeat until the leader does not change.
 
-    The first comparison of token budgets used the start values of the other knobs, which have changed since.
+    The first comparison of token budgets used the start values of the other knobs. The leader has other values now.
     """
     leader = leading_trial(race.history)
     if leader is None or "max_num_batched_tokens" not in space.knobs:

@@ -73,9 +73,8 @@ def powers_of_two(low: int, high: int) -> list[int]:
 def largest_budget(kind: str, concurrency: int, input_len: int) -> int:
     """Return the largest token budget worth trying on a device of this kind ("cpu" or "cuda").
 
-    It is the smallest power of two that fits the prompts (`input_len` tokens each) of all concurrent requests, because
-    steps with a larger budget would never be full. The result is at least the default budget and at most
-    LARGEST_BUDGET.
+    Steps cannot have more prompt tokens than all concurrent requests together (`input_len` each), so the result is this
+    number, rounded up to a power of two, but at least the default budget and at most LARGEST_BUDGET.
     """
     useful = 1 << (concurrency * input_len - 1).bit_length()
     return max(DEFAULT_TOKEN_BUDGET[kind], min(LARGEST_BUDGET[kind], useful))

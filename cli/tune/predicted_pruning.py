@@ -55,7 +55,7 @@ def hopeless(settings: Sequence[Setting], predicted: Predictions, history: Trial
 def _late(
     settings: Sequence[Setting], trials: Mapping[Setting, Trial], known: Sequence[Setting], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Return the settings predicted to miss an SLO by more than the model's error, each mapped to the reason.
+    """Return the settings predicted to miss an SLO by more than the prediction error, each mapped to the reason.
 
     `trials` are the predicted trials. `known` are the settings that have been measured.
     """

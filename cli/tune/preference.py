@@ -1,4 +1,4 @@
-"""Preference among settings: which of them wins, and which comes nearest if none meets the SLOs."""
+"""Preference among settings: which one wins, and which is nearest to the SLOs if none meets them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ MOST_FINALISTS = 3
 
 
 class OutOfTimeError(Exception):
-    """Error for a run that the time limit of the search ended before it was complete."""
+    """Error that is raised if the time limit of the search ends a run before it is complete."""
 
 
 class TrialRunner(Protocol):
@@ -134,7 +134,7 @@ class Race:
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
         """Run one setting of the last round again. If its score has changed, forget the round and return True.
 
-        A changed score means that the speed of the machine changed during the round, so its comparison is unreliable.
+        A changed score means that the speed of the machine changed during the round, so the round proves nothing.
         """
         round_index, goal = self._num_rounds - 1, self.history.goal
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]
@@ -203,7 +203,7 @@ class Race:
         return run
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
-        """Return the better half of the settings that meet the SLOs or, if none does, the two that miss by least."""
+        """Return the better half of the settings that meet the SLOs or, if none does, the two that are nearest."""
         good = self._good(settings)
         if not good:
             return [trial.setting for trial in missed_trials(self.history) if trial.setting in settings][:2]
@@ -218,8 +218,8 @@ class Race:
     def _finalists(self) -> list[Setting]:
         """Return at most MOST_FINALISTS settings to run in full: those that meet the SLOs with scores near the best.
 
-        If no setting meets the SLOs, return the one that misses by least. Then return none if this setting has had a
-        full run, or if MOST_FINALISTS settings have.
+        If no setting meets the SLOs, return the one that misses them by least. But if this setting or MOST_FINALISTS
+        others have had full runs, return no setting.
         """
         measured = self.history.worked()
         good = self._good(measured)

@@ -61,8 +61,7 @@ class TrialLoad(NamedTuple):
         """Return the same load at `rate`, or this load if `rate` is None.
 
         If a synthetic load is limited by a number of requests, this number becomes at least `requests`. A closed loop
-        becomes an open loop.
-        Raises ConfigError for a load whose rate changes over time (`arrivals` "ramp").
+        becomes an open loop. Raises ConfigError for a load whose rate changes over time (`arrivals` "ramp").
         """
         if rate is None:
             return self
@@ -141,7 +140,7 @@ class EngineRunner(TrialRunner):
         return replace(run, others_cpu=others_cpu(self._process))
 
     def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
-        """Return simulated runs of the settings, if enough steps were recorded to fit a cost model.
+        """Return simulated runs of the settings; none if too few steps were recorded to fit a cost model.
 
         The simulation recomputes preempted requests, even if the engine swaps them.
         """
@@ -162,8 +161,9 @@ class EngineRunner(TrialRunner):
 class SimulatedRunner(TrialRunner):
     """TrialRunner on a virtual clock. It predicts nothing, because a run is already a simulation.
 
-    Each run gets a new engine from `make_engine`. Every round sends the same prompts, so a full run has the figures of
-    `bench --simulate`. A run raises OutOfTimeError if it is not complete at `deadline`, a time of time.monotonic.
+    Each run gets a new engine from `make_engine`. Every round sends the same prompts, so a full run has the same
+    figures as `bench --simulate`. A run raises OutOfTimeError if it is not complete at `deadline`, a time of
+    time.monotonic.
     """
 
     def __init__(self, make_engine: Callable[[], SimulatedEngine], work: TrialLoad, deadline: float = math.inf) -> None:

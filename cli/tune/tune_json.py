@@ -58,7 +58,7 @@ def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
 
 
 def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
-    """Return the profile of the best trial: the engine flags of the search and the best setting."""
+    """Return a profile with the setting of the best trial and the engine flags of the search."""
     task, given = outcome.task, outcome.task.options.given
     fixed = {name: value for name, value in given.items() if isinstance(value, Scalar) and name not in KNOBS}
     rates = _rates_json(outcome.rates)

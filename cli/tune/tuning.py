@@ -164,7 +164,7 @@ def _model_table(model: str, progress: Progress) -> dict[str, str]:
 
 
 def _warn_of_long_load(task: TuneTask) -> None:
-    """Warn if the time limit is too short for the usual number of runs of the load."""
+    """Warn if the time limit of the search is too short to send the load as often as a search usually does."""
     seconds = task.load.stop_after or task.load.last_offset
     if seconds > task.time_limit / _FULL_RUNS:
         once, whole = render.human_seconds(seconds), render.human_seconds(task.time_limit)

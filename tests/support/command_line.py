@@ -52,7 +52,7 @@ class CommandLine:
     def refused(self, *arguments: str) -> str:
         """Run a command that must end with one line of error and no output, and return this line.
 
-        Notes and the progress of slow work may stand before it. `serve` may have printed its first line.
+        Notes and the progress of slow work may stand before this line. The command `serve` may print output.
         """
         outcome = self(*arguments)
         assert outcome.code == 2, outcome

@@ -58,8 +58,8 @@ def make_engine(
 ) -> Engine:
     """Make a new engine on the shared model of `arch`. `config` has values for its settings.
 
-    By default it admits a request if the prompt fits the memory that is free now, so that a small pool of blocks leads
-    to preemptions.
+    By default, the engine admits a request if the prompt fits into free memory, without a reserve for the output. So a
+    small pool of blocks leads to preemptions.
     """
     settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
     settings |= {"output_prediction": "none"} | config
@@ -166,7 +166,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 class Failing:
-    """Function that raises in every third call, from the first on: before the work of `right`, or after it."""
+    """Function that calls `right`, but raises an error in the first of every three calls: before or after `right`."""
 
     def __init__(self, right: Callable[..., Any]) -> None:
         self.right = right

@@ -60,7 +60,7 @@ class FakeExecutor(Executor):
     use tokens of the step before, even if the result of that step has not been collected.
 
     A step takes `elapsed` seconds, and `per_swapped_block` seconds more for each block that is copied from or to
-    `host`. Rows of the requests whose ids are in `failing` fail. The parts of a step are the three kinds of copies
+    host memory. Rows of the requests whose ids are in `failing` fail. The parts of a step are the three kinds of copies
     (swap-out, copy-on-write, swap-in) and then each row. Each number in `exhausted` makes one step run out of memory
     after that many parts: in `launch` if the step has an even number of rows, else in `collect`.
     """

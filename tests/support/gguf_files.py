@@ -150,9 +150,9 @@ def _gguf_name(name: str, arch: str) -> str:
 
 
 def _changed(name: str, values: npt.NDArray[np.float32], config: Any, arch: str) -> npt.NDArray[np.float32]:
-    """Return the weight as llama.cpp's converter stores it. It reorders the Q and K rows of Llama for its rope kernel.
+    """Return the weight as llama.cpp's converter stores it.
 
-    It also adds 1 to the norms of Gemma.
+    The converter reorders the Q and K rows of Llama for interleaved rope, and adds 1 to the norms of Gemma.
     """
     if arch == "llama" and ("q_proj" in name or "k_proj" in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads

@@ -227,7 +227,7 @@ def _weights(stated: str, model: str) -> str:
 
 
 def _kv(stated: str, weights: str) -> str:
-    """Return the KV dtype, "fp8" or "16 bits". If it is unknown, the dtype of the weights decides."""
+    """Return the KV dtype, "fp8" or "16 bits". If `stated` is "unknown", the weights decide."""
     if stated.startswith("unknown"):
         return "fp8" if weights.startswith("fp8") else "16 bits"
     if not stated.startswith(("auto", "fp8", "bf16", "fp16")):

@@ -205,7 +205,7 @@ class ScriptedServer(LiveServer):
 def scripted_process(
     step_s: float = 0.0, log: Path | None = None, **settings: Any
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a scripted server in a process (`main` with these settings); once it answers, yield the process and URL."""
+    """Run `main` with these settings in a new process. Once the server answers, yield the process and the URL."""
     child = subprocess.Popen(
         [sys.executable, __file__, str(step_s), json.dumps(settings)],
         stdout=subprocess.PIPE,

@@ -87,7 +87,7 @@ class Witness:
         assert steps <= tokens, f"waited for {steps} steps, but the requests that ran had only {tokens} tokens"
 
     def check_those_ahead(self, request: Request, wait: Wait) -> None:
-        """Check that a later request got ahead only by its priority or because it had been preempted."""
+        """Check that a later request got ahead of `request` only by its priority or because it had been preempted."""
         if request.num_preemptions:
             return
         for other in wait.ahead - wait.there_when_it_came:
