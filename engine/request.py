@@ -131,7 +131,7 @@ class Sequence:
     sampling: SamplingParams
     seed: int
     stop_ids: frozenset[int]
-    num_pending_tokens: int = 0
+    num_pending_tokens: int = field(default=0, init=False)
 
     @property
     def num_tokens(self) -> int:

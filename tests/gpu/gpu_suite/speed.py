@@ -242,7 +242,7 @@ def make_model(size: Size, device: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=size.dtype).eval().requires_grad_(False)
 
 
-def make_engine(model: Any, size: Size, batch: int, device: str) -> Engine:
+def make_engine(model: Any, size: Size, batch: int, device: str, *, looks_ahead: bool = True) -> Engine:
     longest = max(size.context, size.prefill) + size.output_tokens(batch)
     num_blocks = math.ceil(1.2 * batch * (longest / BLOCK + 1))  # admission leaves a tenth free
     config = resolved(
@@ -251,6 +251,7 @@ def make_engine(model: Any, size: Size, batch: int, device: str) -> Engine:
         max_num_seqs=batch,
         block_size=BLOCK,
         enable_prefix_caching=False,
+        async_scheduling=looks_ahead,
     )
     executor = TorchExecutor(model, num_blocks=num_blocks, block_size=BLOCK, device=device, kv_dtype=size.dtype)
     info = ModelInfo("llama", "LlamaForCausalLM", size.vocab, longest, frozenset())
@@ -258,8 +259,18 @@ def make_engine(model: Any, size: Size, batch: int, device: str) -> Engine:
 
 
 def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limits: DeviceLimits) -> CheckRow:
-    """Time steps in which `batch` sequences decode, with contexts around size.context."""
-    engine = make_engine(model, size, batch, device)
+    """Time steps in which `batch` sequences decode, with contexts around size.context, with and without lookahead."""
+    times, waiting = (decode_times(model, size, batch, device, looks_ahead) for looks_ahead in (True, False))
+    seconds = median(times)
+    data = {"tokens_per_s": batch / seconds, "step_s": seconds, "slowest_step_s": max(times), "batch": batch}
+    data["step_s_without_lookahead"] = median(waiting)
+    row = beside(name, seconds, size.decode_bytes(batch) / limits.bandwidth, data)
+    return replace(row, found=f"{batch / seconds:,.0f} tokens/s, {row.found}")
+
+
+def decode_times(model: Any, size: Size, batch: int, device: str, looks_ahead: bool) -> list[float]:
+    """Return the seconds of each step of `decode_row`."""
+    engine = make_engine(model, size, batch, device, looks_ahead=looks_ahead)
     steps = size.warmup + size.repeats
     params = SamplingParams(temperature=0, max_tokens=size.output_tokens(batch), ignore_eos=True)
     length = size.context - steps // 2
@@ -269,11 +280,8 @@ def decode_row(name: str, model: Any, size: Size, batch: int, device: str, limit
         engine.step()
     times = [wall(engine.step) for _ in range(steps)][size.warmup :]
     assert len(engine.scheduler.running) == batch, "some sequences ended before the measurement did"
-    seconds = median(times)
     engine.executor.close()  # type: ignore[attr-defined]
-    data = {"tokens_per_s": batch / seconds, "step_s": seconds, "slowest_step_s": max(times), "batch": batch}
-    row = beside(name, seconds, size.decode_bytes(batch) / limits.bandwidth, data)
-    return replace(row, found=f"{batch / seconds:,.0f} tokens/s, {row.found}")
+    return times
 
 
 def prefill_row(name: str, model: Any, size: Size, device: str, limits: DeviceLimits) -> CheckRow:
