@@ -41,14 +41,15 @@ def verify(
 ) -> None:
     """Compare the engine with plain transformers: same weights, same device, same dtype.
 
-    The engine computes the model with the layers that `serve` would choose: its own fused decoder or, for an
-    architecture that the decoder does not know, those of transformers. --model-impl transformers checks the latter.
+    The engine computes the model as `serve` would: with its own fused decoder or, for an architecture that the decoder
+    does not know, with the layers of transformers. Use --model-impl transformers to check the layers of transformers.
 
     The engine continues every prompt alone, in a mixed batch, in chunks of odd sizes, after a prefix hit and after a
     forced preemption. The logits of each token are compared with those of a full pass with transformers' own attention,
-    and the tokens with those of transformers' generate. Tokens may differ at a near tie, where the difference of the
-    logits explains another token; the check then passes and prints the margin. Near ties are common in bfloat16 and
-    rare in float32. The exit code is 1 if logits differ, or if tokens differ without a near tie.
+    and the tokens with those of transformers' generate. Tokens may differ at a near tie: two tokens whose logits are so
+    close that the difference between the engine's logits and those of transformers can swap them. The check then passes
+    and prints the margin between the two. Near ties are common in bfloat16 and rare in float32. The exit code is 1 if
+    logits differ, or if tokens differ without a near tie.
 
     \b
     Examples:

@@ -74,7 +74,8 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 async def _look_around(space: SearchSpace, race: Race) -> None:
     """Run the leading setting with the next smaller and larger token budgets. Repeat until the leader does not change.
 
-    The first comparison of token budgets used the start values of the other knobs. The leader has other values now.
+    The first comparison of token budgets used the start values of the other knobs. The leader has other values
+    of these knobs now, with which another budget may be better.
     """
     leader = leading_trial(race.history)
     if leader is None or "max_num_batched_tokens" not in space.knobs:

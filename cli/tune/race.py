@@ -203,7 +203,10 @@ class Race:
         return run
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
-        """Return the better half of the settings that meet the SLOs or, if none does, the two that are nearest."""
+        """Return the better half of the settings that meet the SLOs.
+
+        If no setting meets the SLOs, return the two settings whose latencies exceed them by least.
+        """
         good = self._good(settings)
         if not good:
             return [trial.setting for trial in missed_trials(self.history) if trial.setting in settings][:2]

@@ -171,7 +171,7 @@ class RateSearch:
             )
 
     def _worse(self, row: RateRow) -> bool:
-        """Return True if the rate is at most the chosen setting's knee, but this setting has clearly less goodput."""
+        """Return True if the chosen setting has clearly less goodput than the default at a rate within its own knee."""
         past = row.rate is not None and self.rates.best.met is not None and row.rate > self.rates.best.met
         less = (row.best.goodput_rps or 0.0) < _LEAST_GOOD * (row.default.goodput_rps or 0.0)
         return less and not row.predicted and not past

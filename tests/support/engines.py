@@ -166,7 +166,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 class Failing:
-    """Function that calls `right`, but raises an error in the first of every three calls: before or after `right`."""
+    """Function that calls `right`. Every third call fails, in turn before and after the call of `right`."""
 
     def __init__(self, right: Callable[..., Any]) -> None:
         self.right = right

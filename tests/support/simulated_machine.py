@@ -17,9 +17,10 @@ Figure = Callable[[Setting], float]
 
 
 def hill(best_tokens: float, best_seqs: float, *, steep: float = 0.06, tie: float = 0.5) -> Figure:
-    """Return a function from settings to tokens/s, with one maximum. `steep` is how fast the rate falls around this.
+    """Return a function from settings to tokens/s, with one maximum.
 
-    `tie` makes the best token budget depend on the number of sequences; at 0 it is always `best_tokens`.
+    `steep` is how fast the rate falls on both sides of the maximum. `tie` makes the best token budget depend on the
+    number of sequences; at 0 it is always `best_tokens`.
     """
 
     def rate(setting: Setting) -> float:
