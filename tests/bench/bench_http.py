@@ -111,7 +111,9 @@ class Bench:
         async def run() -> None:
             await work
 
-        asyncio.run_coroutine_threadsafe(run(), self._server._loop).result()
+        loop = self._server.service._loop
+        assert loop is not None
+        asyncio.run_coroutine_threadsafe(run(), loop).result()
 
     def in_process(self) -> Cost:
         async def read(number: int) -> None:
