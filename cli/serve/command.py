@@ -166,6 +166,8 @@ def serve(
         # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
         gc.collect()
         gc.freeze()
+        # A full scan of the objects of thousands of streams takes 0.1 s, so that it must be rare.
+        gc.set_threshold(5_000, 5, 80)
         asyncio.run(_serve(engine, listeners, access, limits, flags))
 
 
