@@ -342,6 +342,6 @@ def test_nothing_is_kept_of_requests_that_ended(http: httpx.Client, monkeypatch:
         gc.collect()
         return len(gc.get_objects())
 
-    objects_after(30)
-    before = objects_after(30)
-    assert objects_after(120) - before < 120  # less than one object for each pair of requests
+    objects_after(20)
+    before = objects_after(20)
+    assert objects_after(60) - before < 60  # less than one object for each pair of requests
