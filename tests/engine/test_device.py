@@ -100,14 +100,12 @@ def test_gpu_memory_excludes_the_driver_and_this_process(nvml: FakeNvml) -> None
 def test_graphics_processes_hold_memory_too(nvml: FakeNvml) -> None:
     nvml.draws = True
     found = gpu_memory()
-    assert found is not None
     assert [(holder.pid, holder.used) for holder in found.holders] == [(81, 6 * GIB), (77, 5 * GIB), (80, GIB // 2)]
 
 
 def test_a_driver_that_names_no_processes(nvml: FakeNvml) -> None:
     nvml.reports_processes = False
     found = gpu_memory()
-    assert found is not None
     assert (found.used_by_others, found.holders) == (6 * GIB, ())
 
 
@@ -157,32 +155,20 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_cgroup_v2_counts_every_level_without_droppable_cache(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "me": "0::/pod/container\n",
-            "pod/memory.max": "1000\n",
-            "pod/memory.current": "600\n",
-            "pod/memory.stat": "anon 100\ninactive_file 250\n",
-            "pod/container/memory.max": "max\n",
-            "pod/container/memory.current": "500\n",
-        },
-    )
-    assert cgroup_limits(tmp_path, tmp_path / "me") == [(1000, 350)]
+V2 = {"me": "0::/pod/container\n", "pod/memory.max": "1000\n", "pod/memory.current": "600\n"}
+V2 |= {"pod/memory.stat": "anon 100\ninactive_file 250\n"}
+V2 |= {"pod/container/memory.max": "max\n", "pod/container/memory.current": "500\n"}
+V1 = {"me": "5:cpu,cpuacct:/x\n4:memory:/not/here\n", "memory/memory.limit_in_bytes": "2000\n"}
+V1 |= {"memory/memory.usage_in_bytes": "900\n", "memory/memory.stat": "total_inactive_file 100\n"}
 
 
-def test_cgroup_v1_and_paths_of_the_host(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "me": "5:cpu,cpuacct:/x\n4:memory:/not/here\n",
-            "memory/memory.limit_in_bytes": "2000\n",
-            "memory/memory.usage_in_bytes": "900\n",
-            "memory/memory.stat": "total_inactive_file 100\n",
-        },
-    )
-    assert cgroup_limits(tmp_path, tmp_path / "me") == [(2000, 800)]
+@pytest.mark.parametrize(("files", "limit"), [(V2, (1000, 350)), (V1, (2000, 800))], ids=["version 2", "version 1"])
+def test_cgroups_count_without_cache_that_can_be_dropped(
+    tmp_path: Path, files: dict[str, str], limit: tuple[int, int]
+) -> None:
+    """Version 2 limits at every level; the path of version 1 may be one of the host."""
+    write(tmp_path, files)
+    assert cgroup_limits(tmp_path, tmp_path / "me") == [limit]
 
 
 def test_no_limit_and_no_cgroups(tmp_path: Path) -> None:

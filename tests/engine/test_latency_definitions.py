@@ -32,8 +32,6 @@ def test_tokens_one_by_one_and_in_chunks_have_the_same_itl() -> None:
     """F01."""
     single = request_latency(0.0, stream(*((0.1 * n, 1) for n in range(1, 51))))
     chunks = request_latency(0.0, stream(*((1.0 * n, 10) for n in range(1, 6))))
-    assert single is not None
-    assert chunks is not None
     assert single.itl == pytest.approx([0.1] * 49)
     assert chunks.itl == pytest.approx([0.1] * 40)
 
@@ -41,7 +39,6 @@ def test_tokens_one_by_one_and_in_chunks_have_the_same_itl() -> None:
 def test_empty_chunks_are_not_tokens() -> None:
     """F02."""
     got = request_latency(0.0, stream((0.01, 0), (0.02, 0), (0.5, 1), (0.6, 1), (0.7, 1), (0.8, 1), (0.9, 1), (2.0, 0)))
-    assert got is not None
     assert got.ttft == 0.5
     assert got.e2e == 0.9
     assert got.tpot == pytest.approx(0.1)
@@ -51,7 +48,6 @@ def test_empty_chunks_are_not_tokens() -> None:
 
 def test_a_stall_is_seen_in_itl_and_named() -> None:
     got = request_latency(10.0, stream((11.0, 1), (11.1, 1), (14.1, 1), (14.2, 1)))
-    assert got is not None
     assert got.worst_stall == pytest.approx(3.0)
     assert max(got.itl) == pytest.approx(3.0)
     assert got.tpot == pytest.approx(3.2 / 3)
@@ -84,23 +80,13 @@ def test_no_sample_gives_none_not_zero() -> None:
 
 def test_goodput_keeps_failures_in_the_denominator() -> None:
     got = goodput(Slo(ttft=0.5), [latency(0.4), latency(0.6)], failed=2, duration=10.0)
-    assert got is not None
     assert got.requests_per_s == pytest.approx(0.1)
     assert got.attainment == {"ttft": 0.25, "all": 0.25}
-
-
-def test_goodput_counts_requests_that_met_every_slo() -> None:
-    requests = [latency(0.4, e2e=9.0), latency(0.6, e2e=1.0), latency(0.4, e2e=1.0)]
-    got = goodput(Slo(ttft=0.5, e2e=2.0), requests, failed=0, duration=1.0)
-    assert got is not None
-    assert got.requests_per_s == 1.0
-    assert got.attainment == pytest.approx({"ttft": 2 / 3, "e2e": 2 / 3, "all": 1 / 3})
 
 
 def test_goodput_of_zero_is_zero_and_without_slo_it_is_null() -> None:
     """F06: 0.0 is a figure, null is the lack of one."""
     got = goodput(Slo(ttft=0.0), [latency()], failed=0, duration=1.0)
-    assert got is not None
     assert got.requests_per_s == 0.0
     assert goodput(Slo(), [latency()], failed=0, duration=1.0) is None
     assert goodput(Slo(ttft=1.0), [], failed=0, duration=1.0) is None
@@ -109,7 +95,6 @@ def test_goodput_of_zero_is_zero_and_without_slo_it_is_null() -> None:
 
 def test_goodput_is_zero_if_all_requests_failed() -> None:
     got = goodput(Slo(ttft=1.0), [], failed=3, duration=0.0)
-    assert got is not None
     assert (got.requests_per_s, got.attainment) == (0.0, {"ttft": 0.0, "all": 0.0})
 
 
@@ -181,7 +166,6 @@ def test_the_itl_slo_can_use_another_statistic() -> None:
 def test_goodput_counts_misses_per_slo() -> None:
     requests = [latency(0.4, e2e=9.0), latency(0.6, e2e=9.0), latency(0.6, e2e=1.0), latency(0.4, e2e=1.0)]
     got = goodput(Slo(ttft=0.5, e2e=2.0), requests, failed=1, duration=1.0)
-    assert got is not None
-    assert got.missed == {"ttft": 2, "e2e": 2}
+    assert (got.requests_per_s, got.missed) == (1.0, {"ttft": 2, "e2e": 2})
     assert got.missed_alone == {"ttft": 1, "e2e": 1}
     assert got.attainment == pytest.approx({"ttft": 0.4, "e2e": 0.4, "all": 0.2})

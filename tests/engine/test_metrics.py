@@ -103,37 +103,6 @@ def test_undefined_times_are_not_observed(metrics: EngineMetrics) -> None:
     assert found["llmsched:e2e_request_latency_seconds_count"] == 2
 
 
-def test_a_prompt_of_several_choices_counts_once(metrics: EngineMetrics) -> None:
-    finish(metrics, FinishReason.STOP)
-    finish(metrics, FinishReason.STOP, index=1)
-    found = samples(metrics)
-    assert (found["llmsched:request_prompt_tokens_count"], found["llmsched:request_prompt_tokens_sum"]) == (1, 7)
-    assert found["llmsched:prompt_tokens_total"] == 7
-    assert found["llmsched:request_generation_tokens_count"] == 2
-
-
-def test_recomputed_tokens_are_not_prefix_hits(metrics: EngineMetrics) -> None:  # D15
-    metrics.add("prefix_cache_queries", 64)
-    metrics.add("prefix_cache_hits", 48)
-    metrics.add("num_preemptions")
-    metrics.add("recomputed_tokens", 64)
-    found = samples(metrics)
-    assert found["llmsched:prefix_cache_queries_total"] == 64
-    assert found["llmsched:prefix_cache_hits_total"] == 48
-    assert found["llmsched:num_preemptions_total"] == 1
-    assert found["llmsched:recomputed_tokens_total"] == 64
-
-
-def test_gauges_follow_the_state(metrics: EngineMetrics) -> None:
-    state = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_blocks_cached")
-    for values in ((3, 2, 0.25, 10), (0, 0, 0, 35)):
-        for gauge, value in zip(state, values, strict=True):
-            metrics.set(gauge, value)
-    found = samples(metrics)
-    assert (found["llmsched:num_requests_running"], found["llmsched:num_requests_waiting"]) == (0, 0)
-    assert (found["llmsched:kv_cache_usage_perc"], found["llmsched:kv_blocks_cached"]) == (0, 35)
-
-
 def test_memory_gauges_exist_after_add_memory() -> None:
     metrics = EngineMetrics("demo", 16, 100)
     metrics.kv_usage(KVUsage(held=160, empty=16, cached=320, total=1600))

@@ -76,14 +76,6 @@ def test_equal_prompts_are_not_reported(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.records == []
 
 
-def test_text_of_salted_requests_is_marked() -> None:
-    engine = make_engine()
-    ask(engine, WINDOW, cache_salt="tenant")
-    change = engine.prefixes.changes.check()
-    assert change is not None
-    assert change.private
-
-
 def test_misses_are_counted_by_kind() -> None:
     engine = make_engine()
     ask(engine, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from stepping import Stepper, make_sequence
-from tiny_models import WINDOW, build_config, build_model
+from tiny_models import WINDOW, build_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -16,8 +16,6 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from llmsched.engine.architecture.config_fields import read_fields
-from llmsched.engine.architecture.shape import rotary_limit
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.paged import LayerShape
@@ -150,15 +148,6 @@ def test_unknown_keywords_are_refused() -> None:
 def longrope(original: int) -> dict[str, Any]:
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     return {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original, **factors}
-
-
-def test_the_context_up_to_which_rotary_embeddings_stay_the_same() -> None:
-    assert rotary_limit(read_fields(build_config("llama"))) is None
-    assert rotary_limit(read_fields(build_config("gemma3"))) is None
-    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    assert rotary_limit(read_fields(build_config("llama", rope_parameters=dynamic, max_position_embeddings=96))) == 96
-    config = build_config("phi3", rope_parameters=longrope(32), original_max_position_embeddings=32)
-    assert rotary_limit(read_fields(config)) == 32
 
 
 def test_a_context_that_changes_the_rotation_of_its_neighbours_is_refused() -> None:

@@ -19,15 +19,8 @@ from llmsched.profiles.gpus import find_gpu
 CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 SHARES = ("matrix", "matrix_fp8", "matrix_fp8_block", "attention", "bandwidth", "kv", "experts")
 #: An engine that reaches everything and costs nothing.
-IDEAL = engine_spec(
-    "ideal",
-    {
-        "step_us": 0.0,
-        "layer_us": 0.0,
-        "row_us": 0.0,
-        "on": {"default": dict.fromkeys(SHARES, 1.0) | {"decode": 1e6}},
-    },
-)
+FREE = dict.fromkeys(("step_us", "layer_us", "row_us"), 0.0)
+IDEAL = engine_spec("ideal", FREE | {"on": {"default": dict.fromkeys(SHARES, 1.0) | {"decode": 1e6}}})
 LLAMA = "meta-llama--Meta-Llama-3.1-8B"
 #: Numbers of its matrices without embeddings, with the head; and of the head.
 LLAMA_NUMBERS, LLAMA_HEAD = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 4096 * 128256, 4096 * 128256

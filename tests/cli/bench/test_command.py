@@ -168,7 +168,9 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         outcome = command("bench", url, "--num-prompts", "2", "--slo-ttft", "0ms", "--save", str(tmp_path / "r.json"))
     assert outcome.code == 0
     assert "goodput 0.0 requests/s" in outcome.out
-    assert json.loads((tmp_path / "r.json").read_text())["goodput_rps"] == 0.0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["goodput_rps"], report["slo"]) == (0.0, {"ttft_ms": 0.0})
+    assert report["attainment"] == {"ttft": 0.0, "all": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,8 @@ def parse(*pieces: bytes) -> list[Event]:
     return events if last is None else [*events, last]
 
 
-def test_in_one_piece() -> None:
+def test_byte_by_byte_and_in_one_piece() -> None:
     assert parse(STREAM) == EVENTS
-
-
-def test_byte_by_byte() -> None:
     assert parse(*(bytes([byte]) for byte in STREAM)) == EVENTS
 
 
