@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from llmsched.cli import render
 from llmsched.cli.options.flags import flag
+from llmsched.engine.device import prepare_environment
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.toml_files import ProfileError
 
@@ -140,6 +141,7 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open until exit
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for terminals that are not UTF-8
+    prepare_environment()
     if os.getpid() == 1:  # in a container; the kernel discards signals for which process 1 has no handler
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:

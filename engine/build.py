@@ -131,13 +131,18 @@ def _load(
 
 @contextmanager
 def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
-    """Turn a failed allocation inside the `with` block into a ModelError.
+    """Turn a failed allocation inside the `with` block, or a missing C compiler, into a ModelError.
 
-    The message says what failed (`doing`), how much memory was planned, and what to do (`remedy`).
+    The message of the first says what failed (`doing`), how much memory was planned, and what to do (`remedy`).
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if "C compiler" in str(error):
+            raise ModelError(
+                f"{doing} failed: Triton builds the launchers of GPU kernels with a C compiler and found none; install "
+                f"gcc or clang, or set CC to the path of a compiler"
+            ) from error
         if not is_out_of_memory(error):
             raise
         parts = {**plan.fixed_parts, "KV": plan.kv_bytes}

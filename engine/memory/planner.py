@@ -34,7 +34,7 @@ from llmsched.engine.architecture.quantization import (
 from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig, ResolvedConfig
-from llmsched.engine.device import DeviceMemory
+from llmsched.engine.device import CONTEXT_BYTES, DeviceMemory
 from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import plan_errors
@@ -48,9 +48,6 @@ from llmsched.profiles.shipped_models import shipped_configs
 
 #: Default of max_num_batched_tokens, by kind of device.
 DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
-
-#: The CUDA context with kernel code and cuBLAS workspaces; measured 0.3 to 0.5 GiB on cards from L4 to H100.
-CONTEXT_BYTES = 400 << 20
 
 #: Origin of a config.json that is not on this machine but is shipped with llmsched.
 SHIPPED = "a copy shipped with llmsched"

@@ -64,3 +64,15 @@ def test_a_signal_ends_process_1_of_a_container_while_the_model_loads() -> None:
         assert "loading\n" in process.stdout
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_the_environment_is_prepared_before_torch_is_imported() -> None:
+    code = (
+        "import os, sys; import llmsched.cli.main as cli; sys.argv = ['llmsched', '--version'];"
+        "prepare = cli.prepare_environment;"
+        "cli.prepare_environment = lambda: (prepare(), print('torch' in sys.modules, 'GOMP_SPINCOUNT' in os.environ));"
+        "cli.main()"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("False True\nllmsched ")

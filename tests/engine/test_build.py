@@ -62,6 +62,14 @@ def test_other_errors_are_not_converted(tiny_model: Any, monkeypatch: pytest.Mon
         build_engine(config(tiny_model))
 
 
+def test_triton_without_a_c_compiler_is_reported_with_a_remedy(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "computing the largest steps", RuntimeError("Failed to find C compiler. Please ..."))
+    with pytest.raises(ModelError, match=r"computing the largest steps failed: .* install gcc or clang, or set CC"):
+        build_engine(config(tiny_model))
+
+
 def test_engine_beside_changes_settings_and_shares_the_executor(tiny_model: Any) -> None:
     built = build_engine(config(tiny_model))
     prompt = list(range(4, 24))

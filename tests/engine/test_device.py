@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 
 from llmsched.engine import device
-from llmsched.engine.device import DeviceMemory, Holder, cgroup_limits, cpu_memory, device_memory, gpu_memory
+from llmsched.engine.device import (
+    CONTEXT_BYTES,
+    SPIN_COUNT,
+    DeviceMemory,
+    Holder,
+    cgroup_limits,
+    cpu_memory,
+    device_memory,
+    gpu_memory,
+    prepare_environment,
+)
 from llmsched.engine.errors import ConfigError
 
 GIB = 1 << 30
@@ -107,6 +117,40 @@ def test_a_driver_that_names_no_processes(nvml: FakeNvml) -> None:
     nvml.reports_processes = False
     found = gpu_memory()
     assert (found.used_by_others, found.holders) == (6 * GIB, ())
+
+
+def test_a_container_in_which_the_driver_counts_processes_otherwise(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML names the host's numbers of processes, so torch tells what this one holds."""
+    import torch
+
+    listed = nvml.nvmlDeviceGetComputeRunningProcesses("first")
+    monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: listed)
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    assert gpu_memory().used_by_others == 6 * GIB
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: GIB)
+    assert gpu_memory().used_by_others == 5 * GIB - CONTEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GOMP_SPINCOUNT": str(SPIN_COUNT)}),
+        ({"OMP_WAIT_POLICY": "active"}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_WAIT_POLICY": "active"}),
+        (
+            {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "GOMP_SPINCOUNT": "5"},
+            {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "GOMP_SPINCOUNT": "5"},
+        ),
+    ],
+)
+def test_the_environment_is_prepared_and_what_the_user_set_stays(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    prepare_environment()
+    assert os.environ == expected
 
 
 def test_a_driver_that_does_not_report_memory(nvml: FakeNvml) -> None:

@@ -6,7 +6,7 @@ test_triton.py compares the Triton kernel with the reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from llmsched.kernels.reference import CHUNK, race
 
 WIDTH, DRAWS = 600, 4096
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Setting = float | npt.NDArray[np.float64]
 UInt64 = npt.NDArray[np.uint64]
@@ -28,15 +30,6 @@ UInt64 = npt.NDArray[np.uint64]
 @pytest.fixture(params=[reference.sample, sampling.sample], ids=["reference", "cpu"])
 def sample(request: pytest.FixtureRequest) -> Sample:
     return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Limit torch to one thread, because threads that wait for each other are slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def probabilities(
