@@ -17,13 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from numba import types
+from numba.extending import overload
 from torch import Tensor
 
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, put, tanh32, to_float32
 from llmsched.kernels.cpu.openmp import arguments_type, as_pointer, barrier, run, thread_num
+from llmsched.kernels.cpu.vectors import KEYS, WIDTH, add_values, score_keys, widen
 
 MAX_ROW_QUERIES = 16  # queries per sequence; for more, matrix products are faster (measured: from 12 to 24 on)
 SPLIT = 256
+TILE = 64  # keys or values that are converted at a time, so that they stay in the first-level cache
 PARALLEL_PRODUCTS = 1 << 18  # multiply-adds (about 15 us on one core) from which several threads are faster
 
 TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # first index of the array of list_rows
@@ -46,7 +49,7 @@ class RowList(NamedTuple):
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """List the query tokens of all sequences that have at most max_queries, as an array [5, rows + 1] of intp.
+    """List the query tokens of all sequences with at most max_queries of them, as an array [5, rows + 1] of intp.
 
     With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
     r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
@@ -84,7 +87,7 @@ def attend_rows(
     """Compute the attention of the listed rows and write it to `output` [tokens, heads, value_dim].
 
     Other tokens of `output` do not change. `query` and `output` have the same type, float32 or bfloat16. `sinks` and
-    `slopes` are float32, the caches are float32, bfloat16 or float16, and `block_tables` are int32. All tensors must be
+    `slopes` are float32, the caches have a dtype in ELEMENTS, and `block_tables` are int32. All tensors must be
     contiguous.
     """
     rows, num_splits = listed
@@ -123,7 +126,7 @@ def attend_rows(
 
 @cache
 def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs, compiled for query and output of `element` and a cache of `cached`."""
+    """Return the function that each thread runs, compiled for the types of query and output, and of the cache."""
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
@@ -141,8 +144,7 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
         slopes = numba.carray(as_pointer(a.slopes), (a.heads,), np.float32)
         weights = np.empty((group, SPLIT), np.float32)
         queries = np.empty((group, a.head_dim), np.float32)
-        block_keys = np.empty((a.block_size, a.head_dim), np.float32)
-        block_values = np.empty((a.block_size, a.value_dim), np.float32)
+        key_tile, value_tile = np.empty((TILE, a.head_dim), np.float32), np.empty((TILE, a.value_dim), np.float32)
         thread, row, items = thread_num(), 0, a.num_splits * a.kv_heads
         for item in range(items * thread // a.num_threads, items * (thread + 1) // a.num_threads):
             split, kv_head = item // a.kv_heads, item % a.kv_heads
@@ -155,13 +157,13 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
             for head in range(group):
                 for d in range(a.head_dim):
                     queries[head, d] = to_float32(query[token, heads.start + head, d])
-            score_split(queries, keys, table, kv_head, start, stop, a.scale, weights, block_keys)
+            score_split(queries, keys, table, kv_head, start, stop, a.scale, weights, key_tile)
             if a.softcap > 0:
                 cap_scores(weights, stop - start, a.softcap)
             if a.slopes != 0:
                 subtract_alibi(weights, stop - start, slopes[heads], rows[STOP, row] - 1 - start)
             exponentiate(weights, stop - start, stats[split, heads])
-            sum_values(weights, values, table, kv_head, start, stop, parts[split, heads], block_values)
+            sum_values(weights, values, table, kv_head, start, stop, parts[split, heads], value_tile)
         barrier()
         for row in range(a.num_rows * thread // a.num_threads, a.num_rows * (thread + 1) // a.num_threads):
             splits = slice(rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1])
@@ -173,57 +175,66 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
 
 
 @jit()
-def convert_block(block: Any, converted: Any, ahead: Any) -> None:
-    """Convert the rows of a block to float32. Each iteration prefetches a row of the block `ahead`.
+def convert_tile(cache: Any, table: Any, kv_head: int, begin: int, end: int, stop: int, tile: Any) -> None:
+    """Convert the keys or values of the positions begin to end - 1 to float32, into the first rows of `tile`.
 
-    Prefetching all at once would saturate the memory bus.
+    Each iteration prefetches a row of the following block, up to position stop - 1. Prefetching all at once would
+    saturate the memory bus.
     """
-    for key in range(block.shape[0]):
-        prefetch_rows(ahead, key, key + 1)
-        for d in range(block.shape[1]):
-            converted[key, d] = to_float32(block[key, d])
+    block_size = cache.shape[2]
+    last_block = (stop - 1) // block_size
+    for block in range(begin // block_size, (end - 1) // block_size + 1):
+        first = block * block_size
+        vectors = cache[table[block], kv_head]
+        ahead = cache[table[min(block + 1, last_block)], kv_head]
+        for place in range(max(begin - first, 0), min(end - first, block_size)):
+            prefetch_rows(ahead, place, place + 1)
+            convert(vectors, place, tile, first + place - begin)
+
+
+def convert(vectors: Any, number: int, tile: Any, row: int) -> None:
+    """Convert vectors[number] to float32, and write it to tile[row]."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(convert)  # type: ignore[untyped-decorator]
+def choose_convert(vectors: Any, number: Any, tile: Any, row: Any) -> Any:
+    def convert_any(vectors: Any, number: Any, tile: Any, row: Any) -> None:
+        for d in range(tile.shape[1]):
+            tile[row, d] = to_float32(vectors[number, d])
+
+    def convert_fast(vectors: Any, number: Any, tile: Any, row: Any) -> None:
+        if tile.shape[1] % WIDTH == 0:
+            widen(vectors, number, tile, row)
+        else:
+            for d in range(tile.shape[1]):
+                tile[row, d] = to_float32(vectors[number, d])
+
+    return convert_any if vectors.dtype == types.int16 else convert_fast
 
 
 @jit()
 def score_split(
-    query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scale: Any, scores: Any, block_keys: Any
+    query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scale: Any, scores: Any, tile: Any
 ) -> None:
     """Set scores[h, p - start] to scale * (query[h] . key p), for each position p from start to stop - 1."""
-    block_size = keys.shape[2]
-    last_block = (stop - 1) // block_size
-    for block in range(start // block_size, last_block + 1):
-        begin, end = max(start, block * block_size), min(stop, (block + 1) * block_size)
-        offset, length = begin - block * block_size, end - begin
-        ahead = keys[table[min(block + 1, last_block)], kv_head]
-        convert_block(keys[table[block], kv_head, offset : offset + length], block_keys, ahead)
-        score_block(query, block_keys[:length], scale, scores[:, begin - start : end - start])
-
-
-@jit()
-def score_block(query: Any, keys: Any, scale: Any, scores: Any) -> None:
-    """Set scores to scale * query keys^T. Four keys at a time share one load of a query vector."""
-    length = keys.shape[0]
-    for head in range(query.shape[0]):
-        key = 0
-        while key + 4 <= length:
-            sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for d in range(query.shape[1]):
-                x = query[head, d]
-                sum0 += x * keys[key, d]
-                sum1 += x * keys[key + 1, d]
-                sum2 += x * keys[key + 2, d]
-                sum3 += x * keys[key + 3, d]
-            scores[head, key] = sum0 * scale
-            scores[head, key + 1] = sum1 * scale
-            scores[head, key + 2] = sum2 * scale
-            scores[head, key + 3] = sum3 * scale
-            key += 4
-        while key < length:
-            sum0 = np.float32(0)
-            for d in range(query.shape[1]):
-                sum0 += query[head, d] * keys[key, d]
-            scores[head, key] = sum0 * scale
-            key += 1
+    for begin in range(start, stop, TILE):
+        end = min(begin + TILE, stop)
+        convert_tile(keys, table, kv_head, begin, end, stop, tile)
+        for head in range(query.shape[0]):
+            key = 0
+            if query.shape[1] % WIDTH == 0:
+                while key + KEYS <= end - begin:
+                    score_keys(query, head, tile, key, scores, begin - start + key)
+                    key += KEYS
+            while key < end - begin:
+                total = np.float32(0)
+                for d in range(query.shape[1]):
+                    total += query[head, d] * tile[key, d]
+                scores[head, begin - start + key] = total
+                key += 1
+            for i in range(begin - start, end - start):
+                scores[head, i] *= scale
 
 
 @jit()
@@ -262,37 +273,20 @@ def exponentiate(scores: Any, length: int, stats: Any) -> None:
 
 @jit()
 def sum_values(
-    weights: Any, values: Any, table: Any, kv_head: int, start: int, stop: int, output: Any, block_values: Any
+    weights: Any, values: Any, table: Any, kv_head: int, start: int, stop: int, output: Any, tile: Any
 ) -> None:
     """Set output[h] to the sum of weights[h, p - start] * value p over the positions p from start to stop - 1."""
-    block_size = values.shape[2]
-    last_block = (stop - 1) // block_size
     output[:] = 0
-    for block in range(start // block_size, last_block + 1):
-        begin, end = max(start, block * block_size), min(stop, (block + 1) * block_size)
-        offset, length = begin - block * block_size, end - begin
-        ahead = values[table[min(block + 1, last_block)], kv_head]
-        convert_block(values[table[block], kv_head, offset : offset + length], block_values, ahead)
-        add_block(weights[:, begin - start : end - start], block_values[:length], output)
-
-
-@jit()
-def add_block(weights: Any, values: Any, output: Any) -> None:
-    """Add the product of weights and values to output. Four values at a time share one load and store of output."""
-    length = values.shape[0]
-    for head in range(output.shape[0]):
-        key = 0
-        while key + 4 <= length:
-            w0, w1, w2, w3 = weights[head, key], weights[head, key + 1], weights[head, key + 2], weights[head, key + 3]
-            for d in range(output.shape[1]):
-                output[head, d] += (
-                    w0 * values[key, d] + w1 * values[key + 1, d] + w2 * values[key + 2, d] + w3 * values[key + 3, d]
-                )
-            key += 4
-        while key < length:
-            for d in range(output.shape[1]):
-                output[head, d] += weights[head, key] * values[key, d]
-            key += 1
+    for begin in range(start, stop, TILE):
+        end = min(begin + TILE, stop)
+        convert_tile(values, table, kv_head, begin, end, stop, tile)
+        for head in range(output.shape[0]):
+            if output.shape[1] % WIDTH == 0:
+                add_values(weights, head, begin - start, tile, end - begin, output)
+            else:
+                for key in range(end - begin):
+                    for d in range(output.shape[1]):
+                        output[head, d] += weights[head, begin - start + key] * tile[key, d]
 
 
 @jit()
