@@ -144,7 +144,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(_head_too_large())
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open if this returns True
-        """Handle the end of the client's data. If answers are due, keep the connection open for them."""
+        """Handle the end of the client's data. If complete requests have no answer yet, stay open for it."""
         if self.cycle is None or self.cycle.response_complete or self._awaits_body:
             return False
         self._has_eof = True

@@ -1,4 +1,4 @@
-"""Event loop whose clock jumps to the next timer. A test that waits takes no time, and its times are exact."""
+"""Event loop whose clock jumps to the next timer. Tests on it wait without delay, and their times are exact."""
 
 from __future__ import annotations
 
