@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from llmsched.engine.executor import sampler
 from llmsched.engine.executor.base import RowResult
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
@@ -286,3 +289,29 @@ def test_bfloat16_logits() -> None:
     logits = random_logits(2).bfloat16()
     rows = [make_sequence([1], name=str(seed), seed=seed, top_p=0.5) for seed in range(2)]
     assert sample(logits, rows) == sample(logits.float(), rows)
+
+
+class WithoutWaiting(TorchDispatchMode):
+    """Mode that fails for operations for which the host would wait for a GPU."""
+
+    WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.name() not in self.WAITING
+        if "index" in function.name() and len(args) > 1 and isinstance(args[1], list):
+            assert all(index is None or index.dtype is not torch.bool for index in args[1]), function.name()
+        return function(*args, **(kwargs or {}))
+
+
+def test_enqueue_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel itself is left out; on a GPU it is one launch."""
+    monkeypatch.setattr(sampler, "sample", lambda logits, parameters: logits.argmax(dim=1))
+    rows = [
+        make_sequence([1, 2, 3], [4, 5], name=str(row), stop=frozenset({4}), **sampling)
+        for row, sampling in enumerate([*SAMPLINGS, {"logprobs": 2, "repetition_penalty": 2.0, "logit_bias": {1: 3.0}}])
+    ]
+    for some in (rows[:2], rows):
+        logits = random_logits(len(some))
+        with WithoutWaiting():
+            pending = Sampler(rows_at_once=3).enqueue(logits, some)
+        assert pending.token_ids.tolist() == [result.token_id for result in pending.collect()]
