@@ -133,7 +133,7 @@ def _load(
 def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
     """Turn a failed allocation inside the `with` block, or a missing C compiler, into a ModelError.
 
-    The message of the first says what failed (`doing`), how much memory was planned, and what to do (`remedy`).
+    For an allocation, the message has what failed (`doing`), the planned memory, and what to do (`remedy`).
     """
     try:
         yield

@@ -61,8 +61,8 @@ class DeviceMemory:
 def prepare_environment() -> None:
     """Set variables that native libraries read when they are loaded, unless the user has set them.
 
-    Call this before torch is imported. CUDA gets NVML's order of devices, so that both mean the same GPU by a number.
-    Threads of libgomp spin for SPIN_COUNT iterations.
+    Call this before torch is imported. CUDA_DEVICE_ORDER makes CUDA number the GPUs as NVML does. GOMP_SPINCOUNT makes
+    idle threads of libgomp sleep after SPIN_COUNT iterations.
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -166,9 +166,9 @@ def _visible_gpu(nvml: Any) -> Any:
 
 
 def _own_memory() -> int:
-    """Return the bytes of GPU memory that this process holds, as far as torch knows.
+    """Return an estimate of the GPU memory that this process holds, in bytes, from what torch has reserved.
 
-    In a container, NVML lists processes by the host's numbers, which this process cannot know.
+    NVML cannot tell this in a container, because it lists processes by the host's process ids.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

@@ -218,7 +218,7 @@ def joined(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Let the allocator return the separate matrices to the device or system; it would keep them reserved."""
+    """Let the allocator return freed memory, which it would keep reserved, to the device or the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc

@@ -49,7 +49,7 @@ class RowList(NamedTuple):
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """List the query tokens of all sequences with at most max_queries of them, as an array [5, rows + 1] of intp.
+    """List the query tokens of all sequences that have at most max_queries, as an array [5, rows + 1] of intp.
 
     With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
     r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
@@ -87,7 +87,7 @@ def attend_rows(
     """Compute the attention of the listed rows and write it to `output` [tokens, heads, value_dim].
 
     Other tokens of `output` do not change. `query` and `output` have the same type, float32 or bfloat16. `sinks` and
-    `slopes` are float32, the caches have a dtype in ELEMENTS, and `block_tables` are int32. All tensors must be
+    `slopes` are float32, the caches are float32, bfloat16 or float16, and `block_tables` are int32. All tensors must be
     contiguous.
     """
     rows, num_splits = listed
@@ -126,7 +126,7 @@ def attend_rows(
 
 @cache
 def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs, compiled for the types of query and output, and of the cache."""
+    """Return the function that each thread runs, compiled for query and output of `element` and a cache of `cached`."""
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
@@ -178,8 +178,8 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
 def convert_tile(cache: Any, table: Any, kv_head: int, begin: int, end: int, stop: int, tile: Any) -> None:
     """Convert the keys or values of the positions begin to end - 1 to float32, into the first rows of `tile`.
 
-    Each iteration prefetches a row of the following block, up to position stop - 1. Prefetching all at once would
-    saturate the memory bus.
+    Each iteration prefetches a row of the next block, but of no block after position stop - 1. Prefetching all rows at
+    once would saturate the memory bus.
     """
     block_size = cache.shape[2]
     last_block = (stop - 1) // block_size

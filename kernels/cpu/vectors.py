@@ -1,9 +1,9 @@
 """Inner loops of attention in LLVM's vector types, for heads whose size is a multiple of WIDTH.
 
-LLVM vectorises the same loops in Python with a horizontal sum for each product of two vectors, with loads and stores of
-the output for every few values, and with checks that arrays do not overlap. Here the sums of KEYS keys are added across
-each other, and outputs stay in registers. Attention takes 0.65 times as long if KV is cached, and 0.8 times as long if
-it comes from memory (measured).
+LLVM also vectorises these loops if they are written in Python, but with a horizontal sum for each product of two
+vectors, with loads and stores of the output for every few values, and with checks that arrays do not overlap. Here the
+horizontal sums for KEYS keys are computed together, and outputs stay in registers. Attention takes 0.65 times as long
+if the KV is in the CPU's caches, and 0.8 times as long if it comes from memory (measured).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLAGS = ("contract",)  # a product and a sum may become one instruction
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widen(typing_context: Any, source: Any, row: Any, target: Any, target_row: Any) -> Any:
-    """Convert source[row], bits of bfloat16 (uint16) or float32, to float32, and write it to target[target_row]."""
+    """Convert source[row] (float32, or bfloat16 as uint16) to float32, and write it to target[target_row]."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, row, target, target_row = args
@@ -48,7 +48,7 @@ def widen(typing_context: Any, source: Any, row: Any, target: Any, target_row: A
 
 @intrinsic  # type: ignore[untyped-decorator]
 def score_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, scores: Any, place: Any) -> Any:
-    """Set scores[head, place : place + KEYS] to query[head] . keys[key + i].
+    """Set scores[head, place + i] to query[head] . keys[key + i] for each i < KEYS.
 
     All arrays are contiguous float32 matrices.
     """
@@ -79,7 +79,7 @@ def score_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_values(typing_context: Any, weights: Any, head: Any, place: Any, values: Any, count: Any, output: Any) -> Any:
-    """Add the sum of weights[head, place + i] * values[i] over i < count to output[head].
+    """Add weights[head, place + i] * values[i] to output[head] for each i < count.
 
     All arrays are contiguous float32 matrices.
     """
@@ -117,7 +117,7 @@ def _columns(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any = None) -> Any:
-    """Return a pointer to the element of a contiguous matrix of float32."""
+    """Return a pointer to an element of a contiguous matrix, by default the first in the row."""
     offset = builder.mul(row, _columns(context, builder, array_type, array))
     offset = offset if column is None else builder.add(offset, column)
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
@@ -132,7 +132,7 @@ def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
 
 
 def _pairs(builder: Any, one: Any, other: Any, count: int = LANES) -> Any:
-    """Return `count` sums of neighbours: those in `one`, then those in `other`."""
+    """Return the sums of `count` pairs of neighbouring numbers, first of pairs in `one`, then of pairs in `other`."""
     even = builder.shuffle_vector(one, other, _mask(range(0, 2 * count, 2)))
     odd = builder.shuffle_vector(one, other, _mask(range(1, 2 * count, 2)))
     return builder.fadd(even, odd)
