@@ -181,7 +181,6 @@ def test_the_sweep_ends_at_what_fits(
         ),
         (("--output", "no good"), "--output: profile 'no good'"),
         (("--slo-ttft", "800"), "needs a unit"),
-        (("--request-rate", "nan"), "--request-rate: nan"),
         (("--knobs", "max_num_seqs,speed"), "'speed' is not a knob; choose from max_num_batched_tokens"),
         (("--knobs", ","), "names no knob"),
         (("--knobs", "headroom", "--headroom", "20%"), "--knobs headroom: --headroom 0.2 fixes it"),
