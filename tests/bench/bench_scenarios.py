@@ -103,21 +103,32 @@ def row(name: str, unit: str, before: tuple[str, float], after: tuple[str, float
     print(f"{name:<58} {before[0]:>16} {before[1]:>9.3f}   {after[0]:>12} {after[1]:>9.3f} {unit:<6} {ratio:>7.2f}")
 
 
+def rows(name: str, unit: str, runs: dict[str, SimRun], figure: Callable[[SimRun], float]) -> None:
+    row(name, unit, *((setting, figure(run)) for setting, run in runs.items()))
+
+
+def crowd(**knobs: Any) -> SimRun:
+    """Run 110 concurrent chats in a pool of 60 % of the KV that they hold at their end."""
+    requests, lengths = chats(random.Random(1), 1200, 13.0)
+    mean = sum(r.num_prompt_tokens + lengths[r.request_id] for r in requests) / len(requests)
+    return SimRun(requests, int(0.6 * 110 * mean / BLOCK), lengths, **knobs)
+
+
+def recomputed(run: SimRun) -> float:
+    return run.scheduler.counters.recomputed_tokens / 1e3
+
+
+def worst_gaps(run: SimRun) -> float:
+    return p([max(t.gaps) for t in run.times], 99)
+
+
 def thrash() -> None:
-    """(a) Use a pool of 60 % of the KV that the 110 concurrent requests hold at their end."""
-    runs = {}
-    for policy in ("fcfs", "fair"):
-        requests, lengths = chats(random.Random(1), 1200, 13.0)
-        mean = sum(r.num_prompt_tokens + lengths[r.request_id] for r in requests) / len(requests)
-        runs[policy] = SimRun(requests, int(0.6 * 110 * mean / BLOCK), lengths, scheduling_policy=policy)
-    rates = {name: run.preemption_rate for name, run in runs.items()}
-    redone = {name: run.scheduler.counters.recomputed_tokens / 1e3 for name, run in runs.items()}
-    good = {name: run.goodput(ttft=5.0, itl=0.5) for name, run in runs.items()}
-    stalls = {name: p([max(t.gaps) for t in run.times], 99) for name, run in runs.items()}
-    row("(a) thrash: preemptions per request", "", *rates.items())
-    row("(a) thrash: tokens recomputed", "k", *redone.items())
-    row("(a) thrash: goodput at TTFT 5 s, worst gap 500 ms", "req/s", *good.items())
-    row("(a) thrash: P99 of each request's worst gap", "s", *stalls.items())
+    """(a) Use a pool that is too small for those that run."""
+    runs = {policy: crowd(scheduling_policy=policy) for policy in ("fcfs", "fair")}
+    rows("(a) thrash: preemptions per request", "", runs, lambda run: run.preemption_rate)
+    rows("(a) thrash: tokens recomputed", "k", runs, recomputed)
+    rows("(a) thrash: goodput at TTFT 5 s, worst gap 500 ms", "req/s", runs, lambda r: r.goodput(ttft=5.0, itl=0.5))
+    rows("(a) thrash: P99 of each request's worst gap", "s", runs, worst_gaps)
 
 
 def long_prompt() -> None:
@@ -132,11 +143,13 @@ def long_prompt() -> None:
         "8192 tokens": SimRun(load(), 20_000, {}, max_num_batched_tokens=8192),
         "target 30 ms": SimRun(load(), 20_000, {}, max_num_batched_tokens=8192, target_itl=0.030),
     }
-    gaps = {name: p([g for t in run.of("chat") for g in t.gaps], 99) * 1e3 for name, run in runs.items()}
-    row("(b) 20k prompt among 64 chats: P99 ITL of the chats", "ms", *gaps.items())
-    stalls = {name: max(g for t in run.of("chat") for g in t.gaps) * 1e3 for name, run in runs.items()}
-    row("(b) their longest gap", "ms", *stalls.items())
-    row("(b) its own TTFT", "s", *((name, run.of("long")[0].ttft) for name, run in runs.items()))
+
+    def gaps(run: SimRun) -> list[float]:
+        return [1e3 * gap for times in run.of("chat") for gap in times.gaps]
+
+    rows("(b) 20k prompt among 64 chats: P99 ITL of the chats", "ms", runs, lambda run: p(gaps(run), 99))
+    rows("(b) their longest gap", "ms", runs, lambda run: max(gaps(run)))
+    rows("(b) its own TTFT", "s", runs, lambda run: run.of("long")[0].ttft)
 
 
 def hit_first(requests: list[Request]) -> SimRun:
@@ -166,11 +179,7 @@ def cold_among_hot() -> None:
         "hit first": hit_first(load()),
         "fair": SimRun(load(), 20_000, {}, max_num_seqs=32),
     }
-    row(
-        "(c) cold among 90 % hits: worst TTFT of the cold",
-        "s",
-        *((n, max(t.ttft for t in r.of("cold"))) for n, r in runs.items()),
-    )
+    rows("(c) cold among 90 % hits: worst TTFT of the cold", "s", runs, lambda r: max(t.ttft for t in r.of("cold")))
 
 
 def fast_lane() -> None:
@@ -190,12 +199,9 @@ def fast_lane() -> None:
         "no lane": SimRun(load(), 40_000, {}, fast_lane_share=0.0),
         "lane 0.3": SimRun(load(), 40_000, {}),
     }
-    for name in ("short", "long"):
-        row(
-            f"(d) fast lane: P99 TTFT of the {name} ones",
-            "s",
-            *((n, p([t.ttft for t in r.of(name)], 99)) for n, r in runs.items()),
-        )
+    for kind in ("short", "long"):
+        ttfts = {name: p([t.ttft for t in run.of(kind)], 99) for name, run in runs.items()}
+        row(f"(d) fast lane: P99 TTFT of the {kind} ones", "s", *ttfts.items())
 
 
 def blocked_head() -> None:
@@ -211,12 +217,9 @@ def blocked_head() -> None:
         "no passing": SimRun(load(), 1250, {}, max_passes=0),
         "max_passes 16": SimRun(load(), 1250, {}, max_passes=16),
     }
-    row(
-        "(e) blocked head: mean TTFT of the small ones",
-        "s",
-        *((n, float(np.mean([t.ttft for t in r.of("small")]))) for n, r in runs.items()),
-    )
-    row("(e) blocked head: TTFT of the head itself", "s", *((n, r.of("head")[0].ttft) for n, r in runs.items()))
+    small = "(e) blocked head: mean TTFT of the small ones"
+    rows(small, "s", runs, lambda run: float(np.mean([t.ttft for t in run.of("small")])))
+    rows("(e) blocked head: TTFT of the head itself", "s", runs, lambda run: run.of("head")[0].ttft)
 
 
 def static_batches() -> None:
@@ -232,30 +235,20 @@ def static_batches() -> None:
     for policy in ("static", "fair"):
         requests, lengths = load()
         runs[policy] = SimRun(requests, blocks, lengths, scheduling_policy=policy, max_num_seqs=64, max_model_len=4096)
-    speed = {n: sum(len(t.token_times) for t in r.times) / r.duration for n, r in runs.items()}
-    row("(f) output tokens per second", "tok/s", *speed.items())
-    row("(f) P99 of end to end", "s", *((n, p([t.token_times[-1] for t in r.times], 99)) for n, r in runs.items()))
-    row(
-        "(f) KV waste (reserved but empty, steady state)",
-        "%",
-        *((n, 100 * float(np.mean(r.waste))) for n, r in runs.items()),
-    )
+    speed = "(f) output tokens per second"
+    rows(speed, "tok/s", runs, lambda run: sum(len(t.token_times) for t in run.times) / run.duration)
+    rows("(f) P99 of end to end", "s", runs, lambda run: p([t.token_times[-1] for t in run.times], 99))
+    rows("(f) KV waste (reserved but empty, steady state)", "%", runs, lambda run: 100 * float(np.mean(run.waste)))
 
 
 def swap() -> None:
     """(g) Repeat the thrash of (a) under fcfs: recompute the lost KV, or keep it in host memory."""
-    runs = {}
-    for mode, slots in (("recompute", 0), ("auto", 4096)):
-        requests, lengths = chats(random.Random(1), 1200, 13.0)
-        mean = sum(r.num_prompt_tokens + lengths[r.request_id] for r in requests) / len(requests)
-        blocks = int(0.6 * 110 * mean / BLOCK)
-        runs[mode] = SimRun(
-            requests, blocks, lengths, swap_blocks=slots, scheduling_policy="fcfs", preemption_mode=mode
-        )
-    redone = {name: run.scheduler.counters.recomputed_tokens / 1e3 for name, run in runs.items()}
-    stalls = {name: p([max(t.gaps) for t in run.times], 99) for name, run in runs.items()}
-    row("(g) swap: tokens recomputed", "k", *redone.items())
-    row("(g) swap: P99 of each request's worst gap", "s", *stalls.items())
+    runs = {
+        mode: crowd(swap_blocks=slots, scheduling_policy="fcfs", preemption_mode=mode)
+        for mode, slots in (("recompute", 0), ("auto", 4096))
+    }
+    rows("(g) swap: tokens recomputed", "k", runs, recomputed)
+    rows("(g) swap: P99 of each request's worst gap", "s", runs, worst_gaps)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -115,21 +116,15 @@ def test_json_refuses_other_values(value: object, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
 
 
-def test_short_work_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    with render.progress_bar() as progress:
+@pytest.mark.parametrize("fails", [False, True])
+def test_short_work_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str], fails: bool) -> None:
+    detail("heard by no progress")
+    with pytest.raises(RuntimeError) if fails else nullcontext(), render.progress_bar() as progress:
         progress("loading", 0, 8)
-        progress("loading", 8, 8)
-    assert capsys.readouterr().err == ""
-
-
-def test_an_error_is_the_only_line_of_short_work(capsys: pytest.CaptureFixture[str]) -> None:
-    def work() -> None:
-        with render.progress_bar() as progress:
-            progress("loading", 0, 8)
+        detail("3 running")
+        if fails:
             raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        work()
+        progress("loading", 8, 8)
     assert capsys.readouterr().err == ""
 
 
@@ -161,13 +156,6 @@ def test_notes_go_to_stderr_in_one_line(capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == ["note: a [red]fact[/red]", "warning: careful", "error: first second"]
-
-
-def test_a_detail_reaches_the_progress_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    detail("heard by nobody")
-    with render.progress_bar():
-        detail("3 running")
-    assert capsys.readouterr().err == ""
 
 
 def test_on_a_narrow_terminal_the_detail_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
