@@ -13,7 +13,7 @@ _MARK = "\0"
 
 
 def setting(name: str) -> str:
-    """Return the name of a setting, marked so that `spell` finds it in a message."""
+    """Return a setting's name, marked so that `spell` can replace it by the reader's name for it, such as a flag."""
     return f"{_MARK}{name}{_MARK}"
 
 

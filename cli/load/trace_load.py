@@ -39,8 +39,9 @@ class TraceLoad(Load):
     """Load of the requests of a trace.
 
     A trace with times is replayed at these times, `speedup` times as fast. A finite `request_rate` rescales the times
-    to this mean rate and keeps their pattern. With `ignore_timestamps` or a `request_rate` of inf, or if the trace has
-    no times, requests are sent by the settings of `Schedule`, which must include a rate or `max_concurrency`.
+    to this mean rate and keeps their pattern. The times are not used with `ignore_timestamps`, with a `request_rate`
+    of inf, or if the trace has none. Then the settings of `Schedule` determine when requests are sent, and
+    `request_rate` (inf is allowed) or `max_concurrency` must be given.
 
     `max_input_len` and `max_output_len` (tokens) cut longer prompts and answers; by default nothing is cut.
     `output_len` (tokens) is for requests whose answer and answer length are not in the trace. A length of 0 becomes 1,

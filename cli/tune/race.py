@@ -153,7 +153,10 @@ class Race:
     async def _round(
         self, stage: str, settings: Sequence[Setting], requests: int, *, prune: bool = False
     ) -> list[Setting]:
-        """Run each setting once, except settings that are pruned. Return the settings that ran."""
+        """Run each setting once, until time is up. Return the settings that ran.
+
+        With `prune`, skip settings that a cost model predicts to be far worse than the best.
+        """
         left = list(settings[::-1] if self._num_rounds % 2 else settings)
         if prune and len(left) > 2:
             left.insert(1, left.pop())  # both ends first: the model interpolates between them

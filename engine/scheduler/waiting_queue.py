@@ -91,7 +91,11 @@ class Offer(NamedTuple):
 
 
 class WaitingQueue:
-    """Queue of waiting requests, as three sorted lists: all by rank, all by arrival time, and short ones by rank."""
+    """Queue of waiting requests, kept as three sorted lists.
+
+    One list has all requests by rank (the order of admission, see `initial_rank`), one has all by arrival time, and one
+    has the short requests (see `Admission.is_short`) by rank.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.times = WaitingTimes(clock)

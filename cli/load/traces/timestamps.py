@@ -1,9 +1,12 @@
 """Timestamps of traces: their unit, and their conversion to seconds after the first request.
 
-If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise the first of these units is
-taken: the unit that the field's name ends in; the unit in which all numbers are Unix timestamps (2001 to 2099); the
-usual unit of the format. Some formats have one fixed unit. In files of other formats, the usual unit may make the mean
-gap between requests implausible. Then the unit is taken that makes this gap plausible and closest to 1 s.
+If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise the first of these rules that
+applies decides:
+
+1. The field's name ends in a unit.
+2. In one unit, all numbers are Unix timestamps (2001 to 2099).
+3. The format has a usual unit. If this unit makes the mean gap between requests implausible, and not all files of the
+   format have the same unit, the unit that makes the gap plausible and closest to 1 s is taken instead.
 """
 
 from __future__ import annotations
