@@ -6,30 +6,16 @@ Scheduling and the management of KV memory use the same code as in `Engine`. Eve
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Unpack, cast
+from collections.abc import Sequence
+from typing import cast
 
-from llmsched.engine.architecture.flops import model_flops
-from llmsched.engine.config import EngineConfig, Limits, ResolvedConfig
-from llmsched.engine.device import device_memory, gpu_device
-from llmsched.engine.errors import ConfigError
-from llmsched.engine.executor.cost import FittedCost, StepCost
-from llmsched.engine.executor.roofline import Roofline
+from llmsched.engine.config import ResolvedConfig
+from llmsched.engine.executor.cost import StepCost
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
-from llmsched.engine.kv.manager import KVManager, make_kv
-from llmsched.engine.kv.swap import plan_swap
-from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.planner import ModelPlanner, model_name
-from llmsched.engine.model.support import refusal
-from llmsched.engine.provenance import Provenance
+from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, SamplingParams
 from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.step_loop import StepLoop
-from llmsched.profiles.calibrated import calibration_name, load_calibration
-from llmsched.profiles.engines import find_engine
-from llmsched.profiles.gpus import find_gpu
-from llmsched.profiles.toml_files import ProfileError, UnknownNameError
 
 
 class SimulatedEngine(StepLoop):
@@ -79,96 +65,3 @@ class SimulatedEngine(StepLoop):
     def step(self) -> list[Update]:
         """Simulate one step, advance the clock by its duration and return the update of each request in the step."""
         return self.run_step()[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """Description of the engine that `build_engine` would build for `config`, made without loading the model.
-
-    `cost` predicts the seconds of a step. `swap_seconds` returns the seconds for copying a number of bytes of KV to or
-    from host memory. `provenance` names the device, the kind of engine if the user chose one, and the error of `cost`.
-    `notes` are warnings for the user.
-    """
-
-    config: ResolvedConfig
-    plan: MemoryPlan
-    cost: StepCost
-    swap_seconds: Callable[[int], float]
-    provenance: Provenance
-    notes: tuple[str, ...] = ()
-
-    def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
-        """Return a new simulated engine, with other `limits` if given (see `StepLoop.reconfigure`)."""
-        # A simulated machine is assumed to have the host memory that swap_space asks for.
-        swap = plan_swap(self.config.swap_space, self.plan.block_bytes, self.config.swap_space)
-        kv = make_kv(self.config, self.plan.num_blocks, swap, self.plan.layout)
-        per_block = self.swap_seconds(self.plan.block_bytes)
-        engine = SimulatedEngine(self.config, kv, self.cost, per_swapped_block=per_block)
-        engine.reconfigure(**limits)
-        return engine
-
-
-def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
-    """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
-
-    For the name "h100", the roofline model uses the constants in the table [default] of profiles/engines.toml. For
-    "h100:vllm", it uses the constants in the table [vllm], so that steps take as long as in vLLM. The simulated
-    scheduler is always llmsched's own. Raises ConfigError for an unknown GPU or kind of engine, for settings that the
-    GPU does not support, and if the model does not fit.
-    """
-    gpu_name, colon, engine_name = name.partition(":")
-    try:
-        gpu, engine = find_gpu(gpu_name), find_engine(engine_name if colon else "default")
-    except UnknownNameError as unknown:
-        raise ConfigError("simulate", str(unknown)) from unknown
-    if config.device == "cpu":
-        raise ConfigError("device", f"cpu is requested, but {gpu.key} is to be simulated; leave out one of them")
-    device = gpu_device(gpu)
-    resolved, plan = planner.resolve(config, device)
-    work = model_flops(
-        planner.content,
-        dtype_bytes=plan.dtype_bytes,
-        kv_dtype_bytes=plan.kv_dtype_bytes,
-        cache=planner.cache,
-    )
-    cost = Roofline(work, gpu, engine, dtype=resolved.dtype)
-    where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
-    refused = refusal(planner.content, planner.cache)
-    notes = () if refused is None else (f"simulated, although serve does not support this model: {refused}",)
-    provenance = Provenance(where, measured=False, published_error=cost.error, refused_by_serve=refused)
-    return Blueprint(resolved, plan, cost, cost.swap_seconds, provenance, notes)
-
-
-def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
-    """Return the blueprint of an engine on this machine's device, with step times measured by `llmsched calibrate`.
-
-    Raises ConfigError if this model was not measured on this device, or if the model does not fit.
-    """
-    device = device_memory(config.device)
-    resolved, plan = planner.resolve(config, device)
-    name = calibration_name(model_name(config.model), device.name, resolved.dtype, resolved.kv_cache_dtype)
-    remedy = f"run `llmsched calibrate {config.model} --dtype {resolved.dtype}"
-    remedy += "`" if resolved.kv_cache_dtype == resolved.dtype else f" --kv-cache-dtype {resolved.kv_cache_dtype}`"
-
-    def unusable(reason: str) -> ConfigError:
-        return ConfigError("simulate", f"local: {reason}; {remedy}")
-
-    try:
-        found = load_calibration(name)
-        if found is None:
-            raise unusable(f"{config.model} in {resolved.dtype} was never measured on {device.name}")
-        cost = FittedCost(**found.cost, window=plan.window)
-    except (ProfileError, TypeError) as problem:
-        raise unusable(str(problem)) from problem
-    if found.model["digest"] != planner.digest:
-        raise unusable(f"calibration {name} belongs to another model of the same name")
-    per_byte = found.swap_seconds_per_byte
-    notes = []
-    if device.kind == "cpu":
-        import torch
-
-        calibrated, present = found.device.get("threads"), torch.get_num_threads()
-        if calibrated not in (None, present):
-            notes = [f"calibrated with {calibrated} threads, but torch would use {present} here (OMP_NUM_THREADS)"]
-    provenance = Provenance(device.name, measured=False, calibration_error=found.error, calibrated=found.created)
-    return Blueprint(resolved, plan, cost, lambda count: count * per_byte, provenance, tuple(notes))

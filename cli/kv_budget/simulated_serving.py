@@ -23,8 +23,8 @@ def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], lis
     from llmsched.cli.figures.measure import measure
     from llmsched.cli.load.synthetic_load import SyntheticLoad
     from llmsched.cli.targets.simulated_target import simulate_run
+    from llmsched.engine.blueprint import gpu_blueprint, local_blueprint
     from llmsched.engine.goodput import Slo
-    from llmsched.engine.simulated_engine import gpu_blueprint, local_blueprint
 
     if not analysis.plan.fits:
         return None

@@ -26,12 +26,12 @@ from llmsched.cli.load.traces.trace import Content
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import MOST_SAMPLES
 from llmsched.cli.targets.simulated_clients import SimulatedClients
+from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import ConfigError, LlmschedError, setting
 from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress, silent
-from llmsched.engine.simulated_engine import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.profiles.calibrated import LOCAL
 
 #: Callback for a warning to the user.

@@ -27,6 +27,7 @@ from llmsched.cli.tune.resume import ResumableRunner, state_path
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import Goal
+from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
@@ -35,7 +36,6 @@ from llmsched.engine.memory.plan import ratios
 from llmsched.engine.memory.planner import DEFAULT_TOKEN_BUDGET, model_name, open_planner
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
-from llmsched.engine.simulated_engine import Blueprint
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.toml_files import Scalar
 from llmsched.profiles.tuned import latest_profile

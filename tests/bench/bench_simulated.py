@@ -26,6 +26,7 @@ from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.simulated_target import simulate_run
+from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, MeasuredStep, fit
 from llmsched.engine.calibration.timing import DeviceTimings, ServingOverhead, measure_engine, while_serving
@@ -34,7 +35,6 @@ from llmsched.engine.core import Engine
 from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
-from llmsched.engine.simulated_engine import Blueprint
 
 ROUNDS = 2
 REPEATS = 2

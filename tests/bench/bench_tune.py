@@ -27,12 +27,12 @@ from llmsched.cli.tune.race import Race, TrialRunner, rung_lengths
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trials import Trial
+from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.calibration.timing import measure_device
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
-from llmsched.engine.simulated_engine import Blueprint
 
 BUDGETS = tuple(powers_of_two(32, 512))
 #: The last is more than ever run at once, so no limit.

@@ -16,10 +16,10 @@ from llmsched.cli.targets.simulated_target import simulate_run
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.runners import SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.engine.blueprint import gpu_blueprint
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.planner import open_planner
-from llmsched.engine.simulated_engine import gpu_blueprint
 from llmsched.profiles.tuned import list_profiles, load_profile
 
 CONFIG = Path(__file__).parents[2] / "data" / "model_configs" / "meta-llama--Meta-Llama-3.1-8B_config.json"

@@ -1,0 +1,51 @@
+"""Rotary embeddings as a config describes them: the types that are known, and the context up to which they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmsched.engine.architecture.config_fields import Fields
+from llmsched.engine.errors import ModelError
+
+#: Types of rotary embeddings, in rope_scaling or rope_parameters.
+ROPE_TYPES = frozenset(
+    {"default", "linear", "dynamic", "ntk", "yarn", "deepseek_yarn", "longrope", "su", "llama3", "mrope"}
+    | {"proportional", "xdrope"}
+)
+
+
+def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
+    """Return the longest context in tokens and, in a tuple, a note on it, if there is one.
+
+    The longest context is the smaller one of max_position_embeddings and `rotary_limit`, None if both are unset. The
+    note says that `rotary_limit` is the smaller one.
+    """
+    stated = fields.get("max_position_embeddings")
+    limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
+    if limit == stated:
+        return limit, ()
+    of = f" of {stated}" if stated else ""
+    return limit, (f"context limited to {limit}{of} tokens: beyond it the rotary embeddings change",)
+
+
+def rotary_limit(fields: Fields) -> int | None:
+    """Return the longest context in tokens up to which no rotary embedding changes; None if they never change.
+
+    Embeddings of the types longrope and dynamic change for the whole batch when its longest sequence exceeds the
+    original context. Then results would depend on other requests, and keys that are already cached would be wrong.
+    Raises ModelError for an unknown type.
+    """
+    given = fields.get("rope_parameters", "rope_scaling", default={})
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config has rope_scaling {given!r}; it must be an object with a type and a factor")
+    per_layer_kind = [value for value in given.values() if isinstance(value, Mapping)]
+    limits = []
+    for rope in per_layer_kind or [given]:
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        if kind not in ROPE_TYPES:
+            known = ", ".join(sorted(ROPE_TYPES))
+            raise ModelError(f"config has rope_scaling of the unknown type {kind!r}; known are {known}")
+        original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+        if kind == "longrope" or "dynamic" in kind:
+            limits.append(original or fields.get("original_max_position_embeddings", "max_position_embeddings"))
+    return min((limit for limit in limits if limit), default=None)
