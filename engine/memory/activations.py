@@ -7,7 +7,8 @@ A step runs MLPs, attention and the sampler one after the other, so the peak in 
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
                + context x bytes per token of the keys and values that one layer gathers for one sequence
     sampler    sequences x vocab x dtype + 3 x min(sequences x vocab x 4, 1/1024 of the device's memory)
-               (only for sequences with penalties or log-probabilities; the others are sampled without a copy)
+               (only for sequences with penalties or log-probabilities; the others are sampled without a copy, on a
+               CPU with vocab x 8 bytes of weights per thread, which are not counted)
 
 `dtype` is the size of one number in bytes; hidden, inner, query, kv, head_dim and vocab are sizes of the model. A CPU
 without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so the MLP needs
