@@ -327,3 +327,13 @@ def test_thousands_of_faults_make_one_short_error(body: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         parse(CompletionRequest, json.dumps(body).encode())
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("text", ['"', "\\", '\\"', ',"[{', "\\\\,", 'é"\\,'])
+@pytest.mark.parametrize("shift", range(3))
+def test_only_values_outside_texts_count(text: str, shift: int) -> None:
+    """The body is searched in slices, which may end within an escape or a text."""
+    fields = {"prompt": "a" * shift + text * 30_000, "stop": ["x", "y"], "temperature": 0}
+    assert parse(CompletionRequest, json.dumps(fields).encode(), max_values=6).prompt == [fields["prompt"]]
+    with pytest.raises(RequestError, match="more than 4 JSON values"):
+        parse(CompletionRequest, json.dumps(fields).encode(), max_values=4)
