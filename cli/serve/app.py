@@ -16,10 +16,11 @@ from starlette.types import ASGIApp
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
+from llmsched.cli.serve.event_stream import EventStream
 from llmsched.cli.serve.explain_route import AnswerIds, explain_route
 from llmsched.cli.serve.generation import Generation
 from llmsched.cli.serve.home_page import home_page
-from llmsched.cli.serve.http_body import EventStream, read_body, until_disconnect
+from llmsched.cli.serve.http_body import read_body, until_disconnect
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes

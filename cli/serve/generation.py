@@ -11,7 +11,7 @@ from typing import Any
 
 from llmsched.cli.serve.api_errors import ApiError, api_error
 from llmsched.cli.serve.choices import ChoiceDelta, ChoiceFormat
-from llmsched.cli.serve.http_body import DONE, event, json_line
+from llmsched.cli.serve.event_stream import DONE, event, json_line
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import FinishReason, RequestOutput
 from llmsched.engine.request_stream import RequestStream

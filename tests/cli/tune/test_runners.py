@@ -76,7 +76,11 @@ def test_settings_are_predicted_from_the_steps_of_others(tiny_model: Callable[..
         assert all(each.completed == 8 and each.tokens_per_s for each in predicted.values())
         assert run.demand is not None
         assert alone.demand is not None
-        assert predicted[settings[0]].demand == run.demand
+        foreseen = predicted[settings[0]].demand
+        assert foreseen is not None
+        assert foreseen.running == run.demand.running
+        # Requests of a real run arrive between steps, so a request may hold a block that it does not in the simulation.
+        assert foreseen.kv_share == pytest.approx(run.demand.kv_share, abs=4 / 128)
         assert run.demand.running == 4
         assert 0 < alone.demand.kv_share < run.demand.kv_share < 1
         assert not run.demand.preempted
