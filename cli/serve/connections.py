@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httptools
@@ -105,28 +105,31 @@ class Connection(HttpToolsProtocol):
         self._limits = pool.limits
         self._app, self.app = self.app, RequestIds(self._answer)
         self._deadline: asyncio.TimerHandle | None = None
-        self._sending: asyncio.TimerHandle | None = None
+        self._pings: asyncio.Task[None] | None = None
         self._in_head = self._in_body = False
         self._head_bytes = self._body_bytes = self._num_chunks = 0
         self._refusal: ApiError | None = None
         #: True if nothing more is parsed: the connection ends after the answers to the requests so far.
         self._discards = False
         self._has_eof = False
-        self._streams_events = False
+        #: True if the answer is a stream of server-sent events.
+        self.streams_events = False
 
     # -- called by the event loop -----------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._send_watch = SendWatch(transport, self._limits.send_timeout)
         self._expect(self._limits.header_timeout)
         if not self._pool.add(self):
             self._refuse(_overloaded())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.move(self, None)
-        for timer in (self._deadline, self._sending, self.timeout_keep_alive_task):
-            if timer is not None:
-                timer.cancel()
+        self._send_watch.stop()
+        for pending in (self._deadline, self._pings, self.timeout_keep_alive_task):
+            if pending is not None:
+                pending.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -149,26 +152,8 @@ class Connection(HttpToolsProtocol):
             return False
         self._has_eof = True
         self._refuse(ApiError(400, "the connection was closed within the request"))
-        self._ping_later(iter(_PINGS_S))
+        self._pings = self.loop.create_task(_ping(self))
         return True
-
-    def _ping_later(self, delays: Iterator[float]) -> None:
-        if (delay := next(delays, None)) is not None:
-            self._deadline = self.loop.call_later(delay, self._ping, delays)
-
-    def _ping(self, delays: Iterator[float]) -> None:
-        """Send bytes that clients ignore, now and again after each of `delays` seconds.
-
-        A client that has ended its data may still read, or may have closed the connection. To find out, the server must
-        send something: if the client has closed the connection, the network reports an error.
-        """
-        cycle = self.cycle
-        if not self.pipeline and cycle.scope["http_version"] == "1.1":
-            if not cycle.response_started:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            elif self._streams_events:
-                self.transport.write(b"3\r\n:\n\n\r\n")
-        self._ping_later(delays)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Parse a request again without its Upgrade header, because with it the parser would not read the body.
@@ -186,12 +171,11 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.watch_sending()
+        self._send_watch.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._sending is not None:
-            self._sending.cancel()
+        self._send_watch.stop()
 
     # -- called by the parser ---------------------------------------------------------------------------------
 
@@ -238,16 +222,6 @@ class Connection(HttpToolsProtocol):
 
     # -- answers and endings ----------------------------------------------------------------------------------
 
-    def write_now(self, part: bytes) -> bool:
-        """Write a part of an answer that is sent in chunks. Return False, and write nothing, if the client is behind.
-
-        This costs a fraction of ASGI's `send`, which passes through every layer of the application.
-        """
-        if self.pipeline or self.flow.write_paused or self.cycle.disconnected or not self.cycle.chunked_encoding:
-            return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-        return True
-
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Run the application. If no further request will be parsed, close the connection after the answer."""
 
@@ -261,7 +235,7 @@ class Connection(HttpToolsProtocol):
             is_start = message["type"] == "http.response.start"
             is_last = is_start and (self._awaits_body or (self._discards and not self.pipeline))
             if is_start:
-                self._streams_events = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+                self.streams_events = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
             if is_last:
                 self._discards = True
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
@@ -269,7 +243,7 @@ class Connection(HttpToolsProtocol):
             if is_last:
                 self.cycle.keep_alive = True  # else uvicorn would close too soon; see `on_response_complete`
 
-        scope["state"]["write_now"] = self.write_now
+        scope["state"]["write_now"] = partial(_write_now, self)
         app = self._app
         if scope["path"] not in _PROBES:
             async with self._pool.beginning:
@@ -288,7 +262,7 @@ class Connection(HttpToolsProtocol):
             self._linger()
             return
         super().on_response_complete()
-        self.watch_sending()
+        self._send_watch.start()
         if self in self._pool.busy and self.cycle.response_complete:
             self._pool.move(self, self._pool.idle)
 
@@ -342,6 +316,8 @@ class Connection(HttpToolsProtocol):
         self._discards = True
         if self._deadline is not None:
             self._deadline.cancel()
+        if self._pings is not None:
+            self._pings.cancel()
         if self._has_eof:
             self.transport.close()
             return
@@ -350,18 +326,59 @@ class Connection(HttpToolsProtocol):
         self.transport.resume_reading()
         self._expect(_LINGER_S)
 
-    def watch_sending(self, before: float = math.inf) -> None:
-        """Abort the connection if the client has taken no byte of its answer for `send_timeout` seconds.
 
-        `before` is the number of bytes that were left to send at the start of these seconds.
-        """
-        left = self.transport.get_write_buffer_size()
+def _write_now(connection: Connection, part: bytes) -> bool:
+    """Write a part of an answer that is sent in chunks. Return False, and write nothing, if the client is behind.
+
+    This costs a fraction of ASGI's `send`, which passes through every layer of the application.
+    """
+    cycle = connection.cycle
+    if connection.pipeline or connection.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+        return False
+    connection.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    return True
+
+
+async def _ping(connection: Connection) -> None:
+    """Send bytes that clients ignore to a client that has ended its data, after each delay in _PINGS_S.
+
+    The client may still read, or may have closed the connection. To find out, the server must send something: if the
+    client has closed the connection, the network reports an error.
+    """
+    for delay in _PINGS_S:
+        await asyncio.sleep(delay)
+        cycle = connection.cycle
+        if not connection.pipeline and cycle.scope["http_version"] == "1.1":
+            if not cycle.response_started:
+                connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            elif connection.streams_events:
+                connection.transport.write(b"3\r\n:\n\n\r\n")
+
+
+class SendWatch:
+    """Timer that aborts a connection if the client takes no byte of its answer for `timeout` seconds."""
+
+    def __init__(self, transport: asyncio.Transport, timeout: float) -> None:
+        self._transport = transport
+        self._timeout = timeout
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Watch until everything that was written has been sent."""
+        self._check(math.inf)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self, before: float) -> None:
+        """Abort the connection unless fewer bytes than `before` are left to send."""
+        left = self._transport.get_write_buffer_size()
         if left >= before:
-            self.transport.abort()
+            self._transport.abort()
         elif left:
-            if self._sending is not None:
-                self._sending.cancel()
-            self._sending = self.loop.call_later(self._limits.send_timeout, self.watch_sending, left)
+            self.stop()
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._check, left)
 
 
 def _overloaded() -> ApiError:

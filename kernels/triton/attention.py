@@ -157,8 +157,7 @@ def visit_keys(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # The maximum is -inf while a row has attended to no key; any finite base works then.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(maximum - base)
+        weights, decay = tl.exp2(scores - base[:, None]), tl.exp2(maximum - base)
         total = total * decay + tl.sum(weights, 1)
         value = tl.load(
             value_cache + cells[:, None] * VALUE_DIM + value_dims[None, :],
@@ -315,8 +314,7 @@ def attend_kernel(
     rows = tl.arange(0, BLOCK_M)
     queries = tile_start + rows // GROUP
     real = (queries < q_len) & (rows < TILE_QUERIES * GROUP)
-    heads = kv_head * GROUP + rows % GROUP
-    tokens = (first_token + queries).to(tl.int64)
+    tokens, heads = (first_token + queries).to(tl.int64), kv_head * GROUP + rows % GROUP
     first_position = tl.load(context_lens + sequence) - q_len + tile_start
     positions = first_position + rows // GROUP
     num_queries = tl.minimum(TILE_QUERIES, q_len - tile_start)

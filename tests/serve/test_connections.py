@@ -13,7 +13,7 @@ import attacks
 import pytest
 from scripted import ScriptedServer
 
-from llmsched.cli.serve.connections import Connection
+from llmsched.cli.serve import connections
 from llmsched.cli.serve.http_limits import HttpLimits
 
 
@@ -65,8 +65,8 @@ def test_a_client_that_is_behind_now_and_then_gets_everything_in_order(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.script, "step_s", 0.002)
-    write_now, calls = Connection.write_now, itertools.count()
-    monkeypatch.setattr(Connection, "write_now", lambda *given: next(calls) % 3 > 0 and write_now(*given))
+    write_now, calls = connections._write_now, itertools.count()
+    monkeypatch.setattr(connections, "_write_now", lambda *given: next(calls) % 3 > 0 and write_now(*given))
     with attacks.connected(server.url) as connection:
         connection.sendall(post(streamed=True, max_tokens=260).replace(b"localhost", b"localhost\r\nConnection: close"))
         assert answers(connection) == [(200, "abcdefghijklmnopqrstuvwxyz" * 10)]
