@@ -95,6 +95,8 @@ class Admission:
         """
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
+        if not scarce:  # places that the lane took earlier keep no request waiting any more
+            self._lane_places = 1.0
         for request in self._waiting.short_ones(EXTRA_OFFERS):
             if lane <= 0 or (scarce and self._lane_places < 1.0) or self.is_full:
                 break

@@ -159,6 +159,19 @@ def test_fast_lane_takes_only_its_share_of_scarce_places() -> None:
     assert_right(*long, *short)
 
 
+def test_a_burst_does_not_close_the_fast_lane_for_later_requests() -> None:
+    """D09: places that the lane took in an earlier burst do not count once no request waits."""
+    harness = Harness(600, budget=100, fast_lane_share=0.3, fast_lane_prompt=20, max_num_seqs=1)
+    burst = [harness.add(make_request(f"b{i}", tokens(length, seed=i), 1)) for i, length in enumerate((30, 10))]
+    harness.run()
+    long = [harness.add(make_request(f"l{i}", tokens(250, seed=9 + i), 1, arrival=1.0 + i)) for i in range(2)]
+    harness.step()
+    short = harness.add(make_request("short", tokens(10, seed=12), 1, arrival=3.0))
+    steps = first_steps(harness, *long, short)
+    assert steps["l0"] < steps["short"] < steps["l1"]
+    assert_right(*burst, *long, short)
+
+
 def test_fast_lane_takes_the_places_that_no_other_request_can() -> None:
     harness = Harness(30, budget=100, headroom=0.0, max_num_seqs=2, max_passes=1000, output_prediction="none")
     running = harness.add(make_request("running", tokens(300), 100, arrival=0.0))
