@@ -21,7 +21,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, put, tanh32, to_float32
-from llmsched.kernels.cpu.openmp import arguments_type, as_pointer, barrier, run, thread_num
+from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, barrier, own_part, run, thread_num
 from llmsched.kernels.cpu.vectors import KEYS, WIDTH, add_values, score_keys, widen
 
 MAX_ROW_QUERIES = 16  # queries per sequence; for more, matrix products are faster (measured: from 12 to 24 on)
@@ -103,8 +103,8 @@ def attend_rows(
         rows.ctypes.data,
         parts.data_ptr(),
         stats.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
+        address_of(sinks),
+        address_of(slopes),
         output.data_ptr(),
         tokens,
         heads,
@@ -146,7 +146,8 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
         queries = np.empty((group, a.head_dim), np.float32)
         key_tile, value_tile = np.empty((TILE, a.head_dim), np.float32), np.empty((TILE, a.value_dim), np.float32)
         thread, row, items = thread_num(), 0, a.num_splits * a.kv_heads
-        for item in range(items * thread // a.num_threads, items * (thread + 1) // a.num_threads):
+        first, end = own_part(items, thread, a.num_threads)
+        for item in range(first, end):
             split, kv_head = item // a.kv_heads, item % a.kv_heads
             while rows[FIRST_SPLIT, row + 1] <= split:
                 row += 1
@@ -165,7 +166,8 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
             exponentiate(weights, stop - start, stats[split, heads])
             sum_values(weights, values, table, kv_head, start, stop, parts[split, heads], value_tile)
         barrier()
-        for row in range(a.num_rows * thread // a.num_threads, a.num_rows * (thread + 1) // a.num_threads):
+        first, end = own_part(a.num_rows, thread, a.num_threads)
+        for row in range(first, end):
             splits = slice(rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1])
             for head in range(a.heads):
                 sink = sinks[head] if a.sinks != 0 else np.float32(-np.inf)

@@ -16,7 +16,7 @@ from numba import types
 from torch import Tensor
 
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, put, tanh32, to_float32
-from llmsched.kernels.cpu.openmp import arguments_type, as_pointer, run, thread_num
+from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, own_part, run, thread_num
 from llmsched.kernels.reference import Activation
 
 PARALLEL_ELEMENTS = 1 << 14  # elements (about 4 us on one core) from which several threads are faster
@@ -48,8 +48,8 @@ def add_norm(
     tokens, size = residual.shape
     arguments = NormArguments(
         residual.data_ptr(),
-        0 if branch is None else branch.data_ptr(),
-        0 if branch_weight is None else branch_weight.data_ptr(),
+        address_of(branch),
+        address_of(branch_weight),
         weight.data_ptr(),
         output.data_ptr(),
         tokens,
@@ -74,8 +74,8 @@ def norm_body(element: np.dtype[Any]) -> Any:
         branch_weight = numba.carray(as_pointer(a.branch_weight), (a.size,), element)
         weight = numba.carray(as_pointer(a.weight), (a.size,), element)
         row = np.empty(a.size, np.float32)
-        thread = thread_num()
-        for token in range(a.tokens * thread // a.num_threads, a.tokens * (thread + 1) // a.num_threads):
+        first, end = own_part(a.tokens, thread_num(), a.num_threads)
+        for token in range(first, end):
             if a.branch != 0 and a.branch_weight != 0:
                 load(branch[token], row)
                 normalise(row, branch_weight, a.eps, a.offset, output[token])
@@ -133,8 +133,8 @@ def rotate_and_write(
         projected.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
-        0 if query_weight is None else query_weight.data_ptr(),
-        0 if key_weight is None else key_weight.data_ptr(),
+        address_of(query_weight),
+        address_of(key_weight),
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -171,8 +171,8 @@ def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
         values = numba.carray(as_pointer(a.values), (a.num_blocks, kv_heads, a.block_size, dim), cached)
         slots = numba.carray(as_pointer(a.slots), (a.tokens,), np.int64)
         row, normed = np.empty(dim, np.float32), np.empty(dim, element)
-        thread = thread_num()
-        for token in range(a.tokens * thread // a.num_threads, a.tokens * (thread + 1) // a.num_threads):
+        first, end = own_part(a.tokens, thread_num(), a.num_threads)
+        for token in range(first, end):
             vectors, c, s = projected[token], cos[token], sin[token]
             for head in range(heads):
                 load(vectors[head], row)
@@ -227,8 +227,8 @@ def gate_body(element: np.dtype[Any]) -> Any:
         a = numba.carray(pointer, 1)[0]
         gate_up = numba.carray(as_pointer(a.gate_up), (a.tokens, 2, a.size), element)
         output = numba.carray(as_pointer(a.output), (a.tokens, a.size), element)
-        thread = thread_num()
-        for token in range(a.tokens * thread // a.num_threads, a.tokens * (thread + 1) // a.num_threads):
+        first, end = own_part(a.tokens, thread_num(), a.num_threads)
+        for token in range(first, end):
             if a.gelu != 0:
                 gelu_row(gate_up[token, 0], gate_up[token, 1], output[token])
             else:

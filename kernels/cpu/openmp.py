@@ -21,6 +21,9 @@ import torch
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from torch import Tensor
+
+from llmsched.kernels.cpu.compiled import jit
 
 THREAD_NUM_SYMBOL = "llmsched_omp_get_thread_num"
 BARRIER_SYMBOL = "llmsched_omp_barrier"
@@ -52,6 +55,11 @@ def arguments_type(addresses: Sequence[str], sizes: Sequence[str], floats: Seque
     return record
 
 
+def address_of(tensor: Tensor | None) -> int:
+    """Return the address of a tensor's first element; 0 if the tensor is None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def run(body: Any, arguments: Any, *, parallel: bool) -> None:
     """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
 
@@ -68,6 +76,12 @@ def run(body: Any, arguments: Any, *, parallel: bool) -> None:
     else:
         arguments.num_threads = 1
         alone(body, parallel)(ctypes.addressof(arguments))
+
+
+@jit()
+def own_part(total: int, thread: int, num_threads: int) -> tuple[int, int]:
+    """Return the start and the end of a thread's part of `total` items. The parts of all threads are about equal."""
+    return total * thread // num_threads, total * (thread + 1) // num_threads
 
 
 @cache

@@ -19,7 +19,7 @@ from numba import types
 from torch import Tensor
 
 from llmsched.kernels.cpu.compiled import c_function, jit, prefetch_rows, put, to_float32
-from llmsched.kernels.cpu.openmp import arguments_type, as_pointer, run, thread_num
+from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, own_part, run, thread_num
 
 AHEAD = 16  # rows of the matrix that are prefetched
 PARALLEL_WEIGHTS = 1 << 16  # weights (about 15 us on one core) from which several threads are faster
@@ -32,7 +32,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if len(rows) != 1 or rows.dtype != torch.bfloat16 or not (rows.is_contiguous() and weight.is_contiguous()):
         return F.linear(rows, weight, bias)
     output = rows.new_empty(1, len(weight))
-    addresses = (rows.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr())
+    addresses = (rows.data_ptr(), weight.data_ptr(), address_of(bias), output.data_ptr())
     run(row_body(), Arguments(*addresses, *weight.shape), parallel=weight.numel() >= PARALLEL_WEIGHTS)
     return output
 
@@ -51,8 +51,8 @@ def row_body() -> Any:
         x = np.empty(a.size, np.float32)
         for i in range(a.size):
             x[i] = to_float32(row[i])
-        thread, sums = thread_num(), np.empty(4, np.float32)
-        number, stop = a.num_rows * thread // a.num_threads, a.num_rows * (thread + 1) // a.num_threads
+        sums = np.empty(4, np.float32)
+        number, stop = own_part(a.num_rows, thread_num(), a.num_threads)
         prefetch_rows(weight, number, min(number + AHEAD, stop))
         while number < stop:
             prefetch_rows(weight, min(number + AHEAD, stop), min(number + AHEAD + 4, stop))

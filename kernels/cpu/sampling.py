@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmsched.kernels import reference
 from llmsched.kernels.cpu.compiled import ELEMENTS, EXACT, c_function, exp32, jit, to_float32
-from llmsched.kernels.cpu.openmp import arguments_type, as_pointer, run, thread_num
+from llmsched.kernels.cpu.openmp import arguments_type, as_pointer, own_part, run, thread_num
 
 CHUNK, MIX_0, MIX_1 = reference.CHUNK, reference.MIX_0, reference.MIX_1
 MIN_SCORE, WEIGHT_UNITS = np.float32(reference.MIN_SCORE), np.float32(reference.WEIGHT_UNITS)
@@ -64,7 +64,8 @@ def thread_body(element: np.dtype[Any]) -> Any:
         weights = numba.carray(as_pointer(a.weights), (a.num_threads, a.width), np.int64)
         chunks = np.empty((4, (a.width + CHUNK - 1) // CHUNK), np.int64)
         thread = thread_num()
-        for row in range(a.num_rows * thread // a.num_threads, a.num_rows * (thread + 1) // a.num_threads):
+        first, end = own_part(a.num_rows, thread, a.num_threads)
+        for row in range(first, end):
             best = survey(logits[row], chunks)
             if best < 0:
                 outcomes[row] = -1
