@@ -21,8 +21,9 @@ _FEW_POINTS = 40
 #: On a narrow screen a chart shrinks, so its texts are larger relative to it, and every second label of x is left out.
 _STYLE = """
 :root { color-scheme: light dark; --edge: rgb(128 128 128 / .4); }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 780px; margin: 1.5em auto; padding: 0 1em;
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1160px; margin: 1.5em auto; padding: 0 1em;
   overflow-wrap: anywhere; }
+body > :not(.scroll) { max-width: 780px; }
 h1 { font-size: 1.3em; } h2 { font-size: 1.2em; margin-top: 2em; } h3 { font-size: 1em; margin-bottom: 0; }
 .verdict { font-size: 1.15em; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5em, 1fr)); gap: .5em; }
@@ -30,10 +31,10 @@ h1 { font-size: 1.3em; } h2 { font-size: 1.2em; margin-top: 2em; } h3 { font-siz
 .figures b { display: block; font-size: 1.4em; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .6em 0; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-td, th { padding: .15em .8em .15em 0; text-align: right; vertical-align: bottom; }
-td { white-space: nowrap; }
-.text { text-align: left; } td.text { white-space: pre-wrap; vertical-align: top; }
-th { border-bottom: 1px solid; } figure { margin: 1em 0 2em; } figcaption { font-weight: 600; }
+td, th { padding: .15em .8em .15em 0; text-align: right; }
+td { white-space: nowrap; vertical-align: top; }
+.text { text-align: left; } td.text { white-space: pre-wrap; min-width: 6em; }
+th { border-bottom: 1px solid; vertical-align: bottom; } figure { margin: 1em 0 2em; } figcaption { font-weight: 600; }
 .note, .warning, .error { border-left: 4px solid var(--edge); padding-left: .8em; }
 .note { font-size: .9em; } .warning { border-color: #c2a100; } .error { border-color: #d03b3b; }
 dl { display: grid; grid-template-columns: auto 1fr; gap: .2em .8em; font-size: .9em; }
@@ -47,7 +48,8 @@ svg .limit { stroke: currentColor; stroke-dasharray: 5 4; stroke-opacity: .7; }
 svg .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
 svg .dots, svg .points { stroke-width: 4; stroke-linecap: round; stroke-opacity: .55; fill: none; }
 svg .points { stroke-width: 7; stroke-opacity: 1; }
-@media (max-width: 520px) { svg text { font-size: 21px; } svg .odd { display: none; } }
+@media (max-width: 520px) { svg text { font-size: 21px; } svg .odd { display: none; }
+  td.text { min-width: 0; } table:not(:has(thead)) td { white-space: normal; } }
 .legend span { margin-right: 1.2em; white-space: nowrap; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 """

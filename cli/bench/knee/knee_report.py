@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from llmsched.cli.bench.knee.knee_exploration import SLACK, Exploration
@@ -160,25 +162,29 @@ def sustained(figures: dict[str, Any]) -> bool | None:
 
 def _charts(document: dict[str, Any]) -> list[Chart]:
     """Return charts of latency, attainment and goodput by request rate, with the knee marked."""
-    points = sorted(document["points"], key=lambda point: point["rate"])
     slo = document["slo"]
 
-    def line(name: str, percentile: str) -> Series:
-        found = [(point["rate"], point[name][percentile]) for point in points]
-        label = f"{name.removesuffix('_ms').upper()} {percentile.upper()}"
-        return Series(label, [(rate, value) for rate, value in found if value is not None])
+    def line(label: str, get: Callable[[dict[str, Any]], float | None]) -> Series:
+        values: dict[float, list[float]] = {}
+        for point in document["points"]:
+            if (value := get(point)) is not None:
+                values.setdefault(point["rate"], []).append(value)
+        return Series(label, [(rate, fmean(tried)) for rate, tried in sorted(values.items())])
+
+    def latency(name: str, percentile: str) -> Series:
+        return line(f"{name.upper()} {percentile.upper()}", lambda point: point[f"{name}_ms"][percentile])
 
     limits = tuple((f"SLO of {name.upper()}", slo[f"{name}_ms"]) for name in ("ttft", "tpot") if f"{name}_ms" in slo)
-    latencies = (line("ttft_ms", "p99"), line("ttft_ms", "p50"), line("itl_ms", "p99"), line("tpot_ms", "p99"))
-    met = [(point["rate"], 100 * point["attainment"]["all"]) for point in points if point["attainment"]]
-    rates = [(point["rate"], point["goodput_rps"]) for point in points if point["goodput_rps"] is not None]
+    latencies = (latency("ttft", "p99"), latency("ttft", "p50"), latency("itl", "p99"), latency("tpot", "p99"))
+    met = line("met", lambda point: 100 * point["attainment"]["all"] if point["attainment"] else None)
+    goodput = line("goodput", lambda point: point["goodput_rps"])
     goal = (("goal", 100 * document["attainment_goal"]),)
     asked = "requested requests/s"
     knee = (("knee", document["knee_rps"]),) if document["knee_rps"] is not None else ()
     return [
         Chart("latency by rate", asked, "ms, logarithmic", latencies, log_y=True, limits=limits, marks=knee),
-        Chart("requests that met every SLO", asked, "% of requests", (Series("met", met),), limits=goal, marks=knee),
-        Chart("goodput", asked, "requests/s", (Series("goodput", rates),), marks=knee),
+        Chart("requests that met every SLO", asked, "% of requests", (met,), limits=goal, marks=knee),
+        Chart("goodput", asked, "requests/s", (goodput,), marks=knee),
     ]
 
 

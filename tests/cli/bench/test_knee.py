@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -118,9 +119,16 @@ def test_the_report_says_how_a_rate_that_was_tried_twice_counts(capsys: pytest.C
     target, work = opened(Queue()), plan(Slo(ttft=0.5, e2e=20.0), num_prompts=50, request_rate=1.0)
     found = find(target, work)
     assert found.knee.rate in [attempt.rate for attempt in found.attempts if attempt is not found.at_knee]
-    show(knee_content(knee_json(work, found), target.experiment(work.workload, found.slo)))
+    document = knee_json(work, found)
+    content = knee_content(document, target.experiment(work.workload, found.slo))
+    show(content)
     printed = capsys.readouterr().out
     assert "latency in ms; a rate that was tried twice counts by the mean of both" in printed
+    goodput = [point["goodput_rps"] for point in document["points"] if point["rate"] == found.knee.rate]
+    assert (found.knee.rate, pytest.approx(fmean(goodput))) in content.charts[-1].series[0].points
+    for chart in content.charts:
+        for series in chart.series:
+            assert [rate for rate, _ in series.points] == sorted({point["rate"] for point in document["points"]})
     assert "SLO: TTFT 500 ms, E2E 20000 ms, met by 90% of requests" in printed
 
 
