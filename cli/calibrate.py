@@ -1,5 +1,3 @@
-"""`llmsched calibrate`: measure step times on this device and fit the cost model of `--simulate local`."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,4 +1,4 @@
-"""Charts, and functions that draw a chart with text characters. The module html_page draws charts as SVG."""
+"""Charts as data, and their drawing with text characters. The module html_page draws them as SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIMIT, _MARK = "-", ":"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Series of points (x, y) with a name. The style "steps" keeps each y until the next x."""
+    """Line of a chart. The style "steps" keeps each y until the next x."""
 
     name: str
     points: Sequence[Point]
@@ -27,11 +27,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Chart of series. `x` and `y` are the labels of the axes, with their units.
+    """Chart of series, with the labels and units of its axes in `x` and `y`.
 
-    If `stacked`, the series are areas, each on top of the one before it, and all have points at the same x. `limits`
-    are named horizontal lines, such as an SLO. `marks` are named vertical lines, such as a knee. The x axis covers at
-    least `span`. Values that are not finite, or not positive on a logarithmic axis, are left out.
+    `stacked` draws each series as an area on top of the previous one; all series then have points at the same x.
+    `limits` are named horizontal lines, such as an SLO; `marks` are named vertical lines. The x axis covers at least
+    `span`.
     """
 
     title: str
@@ -48,15 +48,13 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Range of values, with ticks at round values."""
-
     low: float
     high: float
     log: bool
     ticks: tuple[float, ...]
 
     def place(self, value: float) -> float:
-        """Return a value's position as a share of the axis: 0 to 1 within the axis, less or more beyond its ends."""
+        """Return the position of a value: 0 at the low end of the axis, 1 at the high end."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -85,7 +83,6 @@ def axis(values: Iterable[float], *, log: bool = False, from_zero: bool = False)
 
 
 def axes(chart: Chart) -> tuple[Axis, Axis]:
-    """Return the x and y axes of a chart. The y axis includes 0 unless it is logarithmic."""
     chart = drawable(chart)
     shown = [point for series in chart.series for point in series.points]
     heights = [y for _, y in shown] + [value for _, value in chart.limits]
@@ -94,7 +91,7 @@ def axes(chart: Chart) -> tuple[Axis, Axis]:
 
 
 def drawable(chart: Chart) -> Chart:
-    """Return a copy of the chart without values that cannot be drawn, and with stacked series added up."""
+    """Return a copy without values that cannot be drawn, and with the series of a stacked chart added up."""
 
     def fits(value: float, log: bool) -> bool:
         return math.isfinite(value) and (value > 0 or not log)
@@ -114,10 +111,7 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` of the points, in their order.
-
-    If there are more, divide them into `most` // 2 parts, and keep the lowest and the highest point of each part.
-    """
+    """Return at most `most` of the points, including the lowest and the highest of each part of the line."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)
@@ -131,11 +125,7 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
-    """Return the cumulative distribution of samples: each value with the percentage of samples up to that value.
-
-    If there are more than `most` samples, return points for about `most` evenly spaced ranks, which include the lowest
-    and the highest sample.
-    """
+    """Return about `most` points of the samples' cumulative distribution: (value, percentage of samples up to it)."""
     ordered = sorted(samples)
     step = max(1, len(ordered) // most)
     ranks = [*range(0, len(ordered), step)]
@@ -144,15 +134,13 @@ def distribution(samples: Sequence[float], most: int = 1000) -> list[Point]:
     return [(ordered[rank], 100.0 * (rank + 1) / len(ordered)) for rank in ranks]
 
 
-def number(value: float) -> str:
-    """Return a value as text for the label of a tick."""
+def tick_label(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.0e}"
     return f"{value:.6g}"
 
 
 def draw(chart: Chart, *, width: int = 72, height: int = 12) -> list[str]:
-    """Draw a chart with characters: title, `height` lines of `width` characters, ticks and legend."""
     (x_axis, y_axis), chart = axes(chart), drawable(chart)
     grid = [[" "] * width for _ in range(height)]
     for _, value in chart.limits:
@@ -165,7 +153,7 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12) -> list[str]:
     for index in reversed(range(len(chart.series))):
         for column, row in _cells(chart.series[index], x_axis, y_axis, width, height):
             grid[row][column] = _MARKS[index % len(_MARKS)]
-    ticks = {_row(y_axis.place(tick), height): number(tick) for tick in y_axis.ticks}
+    ticks = {_row(y_axis.place(tick), height): tick_label(tick) for tick in y_axis.ticks}
     margin = max((len(label) for label in ticks.values()), default=0)
     lines = [chart.title]
     lines += [f"{ticks.get(row, ''):>{margin}} |{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
@@ -174,7 +162,7 @@ def draw(chart: Chart, *, width: int = 72, height: int = 12) -> list[str]:
     for tick in x_axis.ticks:
         start = round(x_axis.place(tick) * (width - 1))
         if not labels or start > len(labels):  # otherwise it would overlap the previous label
-            labels = labels.ljust(start) + number(tick)
+            labels = labels.ljust(start) + tick_label(tick)
     lines.append(f"{'':>{margin}}  {labels}")
     legend = [f"{_MARKS[index % len(_MARKS)]} {series.name}" for index, series in enumerate(chart.series)]
     legend += [f"{_LIMIT} {name}" for name, _ in chart.limits] + [f"{_MARK} {name}" for name, _ in chart.marks]

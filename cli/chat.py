@@ -1,5 +1,3 @@
-"""`llmsched chat`: talk to the model of a running server in the terminal."""
-
 from __future__ import annotations
 
 import sys
@@ -57,7 +55,6 @@ def chat(
 
 
 def _converse(client: httpx.Client, start: list[dict[str, str]], fields: dict[str, Any]) -> None:
-    """Read messages and print answers until the user ends the conversation."""
     render.note(_HELP)
     history = list(start)
     while True:
@@ -86,7 +83,6 @@ def _converse(client: httpx.Client, start: list[dict[str, str]], fields: dict[st
 
 
 def _answer(client: httpx.Client, messages: list[dict[str, str]], fields: dict[str, Any]) -> str:
-    """Print the answer while it is generated and then, on a terminal, its timing. Return the answer."""
     started, first = time.perf_counter(), 0.0
     parts: list[str] = []
     usage: dict[str, int] = {}
@@ -106,7 +102,6 @@ def _answer(client: httpx.Client, messages: list[dict[str, str]], fields: dict[s
 
 
 def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of an answer. Raises LlmschedError if the server refuses the request or fails."""
     import json
 
     parser = EventParser()

@@ -1,5 +1,3 @@
-"""`llmsched explain`: show where the time of one request went, according to the scheduler's decisions."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -65,7 +63,6 @@ def explain(
 
 
 def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
-    """Ask the server about a request and return the answer. Raises LlmschedError for an invalid answer or an error."""
     from urllib.parse import quote
 
     with server_client(url, api_key) as client:
@@ -73,10 +70,7 @@ def _fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
 
 
 def explain_saved(request: dict[str, Any], as_json: bool) -> None:
-    """Print when the client of a bench run saw events of a request, and the scheduler's decisions about it, if known.
-
-    `request` is the value that `read_request` returned. With `as_json`, print JSON.
-    """
+    """Print the client's events of a saved request and, if known, the scheduler's decisions about it."""
     entries = saved_entries(request)
     if as_json:
         render.emit_json({**request, "entries": entries})
@@ -99,7 +93,7 @@ def _show(title: str, columns: Sequence[str], entries: Sequence[dict[str, Any]])
     rows = []
     for entry in entries:
         at, until = f"{entry['at_ms']:.1f}", f"{entry['until_ms']:.1f}"
-        rows.append((at if at == until else f"{at} to {until}", entry["what"], told(entry)))
+        rows.append((at if at == until else f"{at} to {until}", entry["what"], decision_text(entry)))
     render.table(title, columns, rows, text_columns=3)
 
 
@@ -122,8 +116,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> str:
     return ", ".join(told)
 
 
-def told(entry: dict[str, Any]) -> str:
-    """Return a decision in words. For an unknown kind of decision, list the names and values of its details."""
+def decision_text(entry: dict[str, Any]) -> str:
     details = entry["details"]
     try:
         words = _WORDS[entry["what"]](details)
@@ -165,7 +158,6 @@ def _admitted(details: dict[str, Any]) -> str:
 
 
 def _does_not_fit(details: dict[str, Any]) -> str:
-    """Return a text with the number of blocks that a request lacks, now or at the predicted peak of KV use."""
     when = {
         "now": f"with a headroom of {details['headroom_blocks']}",
         "predicted peak": "at the running requests' predicted peak",

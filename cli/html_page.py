@@ -1,12 +1,10 @@
-"""Self-contained HTML page with tables, SVG charts and text. The page loads no other files."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 
-from llmsched.cli.chart import Axis, Chart, Point, Series, axes, drawable, number, thin
+from llmsched.cli.chart import Axis, Chart, Point, Series, axes, drawable, thin, tick_label
 
 _WIDTH, _HEIGHT = 640, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 36, 52
@@ -56,7 +54,7 @@ svg .points { stroke-width: 7; stroke-opacity: 1; }
 
 
 class Page:
-    """HTML page that is filled from top to bottom. All text is escaped."""
+    """HTML page in one file, with tables, SVG charts and text. All text is escaped."""
 
     def __init__(self, title: str) -> None:
         self._title = escape(title)
@@ -70,12 +68,12 @@ class Page:
         self._body.append(f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>")
 
     def figures(self, figures: Sequence[tuple[str, str]]) -> None:
-        """Add the few most important figures, each with its name."""
+        """Add the most important figures: pairs of a name and a value."""
         boxes = "".join(f"<div>{escape(name)}<b>{escape(value)}</b></div>" for name, value in figures)
         self._body.append(f'<div class="figures">{boxes}</div>')
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> None:
-        """Add a table, which scrolls if it is too wide. The first `text_columns` columns are aligned left."""
+        """Add a table. The first `text_columns` columns are aligned left."""
 
         def cells(tag: str, row: Sequence[str]) -> str:
             kinds = [' class="text"' if index < text_columns else "" for index in range(len(row))]
@@ -102,7 +100,6 @@ class Page:
         self._body.append(f"<details><summary>show</summary><pre>{escape(text)}</pre></details>")
 
     def html(self) -> str:
-        """Return the whole page."""
         return (
             f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{self._title}</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -153,12 +150,12 @@ def _grid(chart: Chart, x_axis: Axis, y_axis: Axis) -> str:
     for tick in y_axis.ticks:
         share = y_axis.place(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" {_level(share)}/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{_down(share) + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{_down(share) + 4:.1f}" text-anchor="end">{tick_label(tick)}</text>')
     bottom = _HEIGHT - _BOTTOM
     for index, tick in enumerate(x_axis.ticks):
         x, odd = f"{_across(x_axis.place(tick)):.1f}", ' class="odd"' if index % 2 else ""
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP}" y2="{bottom}"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 20}" text-anchor="middle"{odd}>{number(tick)}</text>')
+        parts.append(f'<text x="{x}" y="{bottom + 20}" text-anchor="middle"{odd}>{tick_label(tick)}</text>')
     parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(chart.x)}</text>')
     parts.append(f'<text x="0" y="18">{escape(chart.y)}</text>')
     return "".join(parts)

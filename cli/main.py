@@ -1,4 +1,4 @@
-"""Typer app with all commands, and the printing of errors. A command's module is imported when it is called."""
+"""Typer app of all commands. A command's module is imported when the command is called."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from llmsched.profiles.toml_files import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """Command of the app: the `function` in `module` (or a Typer app of subcommands), and its `summary` in the help."""
-
     module: str
     function: str
     summary: str
@@ -78,8 +76,6 @@ llmsched COMMAND --help explains a command and its options.
 
 
 class LazyGroup(TyperGroup):
-    """Command group that lists all commands and imports only the one that is called."""
-
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = {name: TyperCommand(name, help=entry.summary) for name, entry in COMMANDS.items()}
@@ -90,7 +86,6 @@ class LazyGroup(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Import the module of the command `name` and return the command."""
     entry = COMMANDS[name]
     found = getattr(importlib.import_module(entry.module), entry.function)
     if isinstance(found, typer.Typer):
@@ -133,8 +128,8 @@ def _root(
 def main() -> None:
     """Run the command line.
 
-    The exit code is 0 for success, 1 if the result is negative or the reader of the output has closed the pipe (`|
-    head`), 2 for bad input (one line on stderr) or output that cannot be written, and 130 if interrupted.
+    Exit codes: 0 for success, 1 for a negative result or a closed pipe (`| head`), 2 for bad input or output that
+    cannot be written, 130 for an interrupt.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it (`>&-`): discard the output

@@ -1,5 +1,3 @@
-"""Checks of output files that flags name. A command checks them before its work and writes them after it."""
-
 from __future__ import annotations
 
 import os
@@ -11,7 +9,7 @@ from llmsched.engine.errors import LlmschedError
 
 
 def check_file(flag: str, path: Path, read: Path | None = None) -> None:
-    """Raise LlmschedError if the file cannot be written or is the input file `read`. The file stays as it is."""
+    """Raise LlmschedError if the file cannot be written or is the input file `read`. Leaves the file unchanged."""
     if str(path) == "-":
         raise LlmschedError(f"{flag} -: is not a file; --json prints the report")
     with writing(flag, path):
@@ -29,7 +27,7 @@ def check_file(flag: str, path: Path, read: Path | None = None) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a LlmschedError that names the flag and the file."""
+    """Raise an OSError of the block as a LlmschedError that names the flag and the file."""
     try:
         yield
     except OSError as problem:

@@ -1,5 +1,3 @@
-"""Display of the progress of long work: bars on a terminal, or an occasional line in a log."""
-
 from __future__ import annotations
 
 import sys
@@ -14,17 +12,14 @@ EVERY_S = 10.0
 
 
 class Display(Protocol):
-    """Display of progress: a Progress callback that can also show a `detail` text."""
+    """Progress callback that can also show a `detail` text."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
     def detail(self, text: str) -> None: ...
 
 
 class LogProgress:
-    """Progress display for logs. It writes no line for work shorter than QUIET_S seconds.
-
-    For longer work it writes at most one line per EVERY_S seconds, and one line at the end.
-    """
+    """Progress in a log: at most one line per EVERY_S seconds, and none for work shorter than QUIET_S seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -45,7 +40,7 @@ class LogProgress:
         self._detail = f" ({text})"
 
     def done(self) -> None:
-        """Report the end of the work, if any line was written. Call this only if the work succeeded."""
+        """Report the end of successful work, unless the log has no line about it."""
         if self._told:
             self._say(f"done after {self._now() - self._start:.1f} s")
 
@@ -59,14 +54,14 @@ _displays: list[Display] = []
 
 
 def detail(text: str) -> None:
-    """Show `text` in the display of the current work. Do nothing if no progress is shown."""
+    """Show `text` beside the progress of the current work, if that is shown."""
     if _displays:
         _displays[-1].detail(text)
 
 
 @contextmanager
 def shown(display: Display) -> Iterator[None]:
-    """Pass the texts of `detail` to `display` while the block runs."""
+    """Show the texts of `detail` in `display` while the block runs."""
     _displays.append(display)
     try:
         yield

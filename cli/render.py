@@ -41,14 +41,12 @@ _LABEL = re.compile(r" *(?:\S{2,}(?: \S+)?? {2,})?")
 
 
 def stdout() -> Console:
-    """Return the console for results."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
 def stderr() -> Console:
-    """Return the console for notes, errors and progress."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _PLAIN_WIDTH)
@@ -61,27 +59,24 @@ def say(text: str = "", *, wrap: bool = True) -> None:
 
 
 def write(text: str) -> None:
-    """Print a part of a line of the result, without a line break."""
+    """Print text without a line break."""
     stdout().print(_literal(text), markup=False, soft_wrap=True, end="")
 
 
 def note(text: str) -> None:
-    """Print a note on stderr, such as a choice that was made for the user."""
     _tell(f"note: {text}", "dim")
 
 
 def warn(text: str) -> None:
-    """Print a warning on stderr."""
     _tell(f"warning: {text}", "yellow")
 
 
 def error(text: str) -> None:
-    """Print an error on stderr, in one line."""
     _tell(f"error: {' '.join(text.split())}", "bold red")
 
 
 def _tell(text: str, style: str) -> None:
-    """Print a line on stderr. If stderr cannot be written, drop the line, so that the command goes on."""
+    """Print a line on stderr, or drop it if stderr cannot be written."""
     console = stderr()
     try:
         console.print(_wrapped(text, console), markup=False, style=style, soft_wrap=True)
@@ -90,7 +85,6 @@ def _tell(text: str, style: str) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Discard all output to a stream that failed, including text that the interpreter would write again at exit."""
     with suppress(OSError):  # the stream has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -113,7 +107,6 @@ def _wrapped(text: str, console: Console) -> str:
 
 
 def show_log() -> None:
-    """Write the engine's log messages to stderr from now on."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("llmsched")
@@ -131,9 +124,8 @@ def table(
 ) -> None:
     """Print a table. The first `text_columns` columns are aligned left, the others right.
 
-    In a narrow terminal, texts and column names break between words. If the table is still too wide, columns are left
-    out: first the empty ones, then those in `spare`, the last one first. If that is not enough, each row becomes a list
-    with a line for each column.
+    If the terminal is too narrow, the table leaves out empty columns, then columns in `spare`, the last one first. If
+    that is not enough, it prints each row as a list with a line per column.
     """
     console = stdout()
     # Rich would wrap the table's own title at the table's width.
@@ -181,7 +173,6 @@ def _widths(
 
 
 def _parts(cell: str, is_text: bool) -> list[str]:
-    """Return the parts of a cell that must not be broken: the words of a long text, else the whole cell."""
     return cell.split() if is_text and len(cell) > _SHORT_LABEL else [cell]
 
 
@@ -205,7 +196,6 @@ def _draw_table(
 
 
 def _list_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> None:
-    """Print each row as a list with a line per column. If `text_columns` is not 0, the first column is the heading."""
     label = max(map(len, columns))
     for row in rows:
         cells = list(zip(columns, row, strict=True))
@@ -218,7 +208,6 @@ def _list_rows(columns: Sequence[str], rows: Sequence[Sequence[str]], text_colum
 
 
 def chart(drawn: Chart) -> None:
-    """Draw a chart with characters, at most as wide as the terminal."""
     console = stdout()
     width = min(100, console.width - 12) if console.is_terminal else 72
     *lines, legend = draw(drawn, width=max(20, width))
@@ -228,10 +217,7 @@ def chart(drawn: Chart) -> None:
 
 
 def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
-    """Draw labelled byte counts as shares of `total` bytes in one bar of letters, with a legend.
-
-    The rest of the bar is dots. In the bar and the legend, a label is represented by its first letter.
-    """
+    """Draw byte counts as shares of `total` bytes in one bar of letters, with a legend."""
     from rich.text import Text
 
     console = stdout()
@@ -272,7 +258,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Yield a Progress callback that shows bars on a terminal, or else writes an occasional line to stderr."""
+    """Yield a Progress callback: bars on a terminal, else occasional lines on stderr."""
     if sys.stderr.isatty():
         with _bars() as bars, shown(bars):
             yield bars
@@ -284,7 +270,6 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _bars() -> Any:
-    """Return a Display with a bar per stage. The detail has its own line, because it does not fit beside a bar."""
     from rich import progress
     from rich.console import RenderableType
     from rich.text import Text

@@ -1,5 +1,3 @@
-"""HTTP client for commands that ask a running server."""
-
 from __future__ import annotations
 
 import os
@@ -25,7 +23,7 @@ KeyOption = Annotated[
 
 @contextmanager
 def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
-    """Yield a client of the server at `url`. Raises LlmschedError if a request in the block gets no valid answer."""
+    """Yield a client of a running server. Raises LlmschedError if a request in the block gets no valid answer."""
     import httpx
 
     from llmsched.engine.proxies import proxy_for
@@ -48,11 +46,7 @@ def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
 
 
 def checked(response: httpx.Response, key: str) -> dict[str, Any]:
-    """Return the JSON object of a response, which must have `key`.
-
-    Raises LlmschedError with the server's message if the response is an error, and ValueError if it is neither an error
-    nor an object with `key`.
-    """
+    """Return a response's JSON object. Raises LlmschedError for an error, ValueError for an object without `key`."""
     body = response.json()
     if response.status_code == 200 and isinstance(body, dict) and key in body:
         return body

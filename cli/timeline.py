@@ -1,8 +1,4 @@
-"""Timelines of requests as JSON: the scheduler's decisions, and the events that the client of a bench run saw.
-
-The server's answer, `bench --save-detailed` and `explain` share this format. The key `what` of an entry names the
-decision or event.
-"""
+"""JSON form of a request's timeline, shared by the server, `bench --save-detailed` and `explain`."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def timeline_body(timeline: Timeline) -> dict[str, Any]:
-    """Return the decisions about one choice as JSON. Times are in milliseconds after the request arrived."""
+    """Return a timeline as JSON, with times in milliseconds after the request arrived."""
     start = timeline.start
     entries = [
         _entry(entry.what, entry.time - start, entry.until - start, entry.details, entry.count)
@@ -25,7 +21,7 @@ def timeline_body(timeline: Timeline) -> dict[str, Any]:
 
 
 def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
-    """Return the timeline of the first choice in a server's answer. The request is assumed to have arrived at `start`.
+    """Return the timeline of the first choice in a server's answer to a request that arrived at `start`.
 
     Raises LookupError or TypeError if the answer has another form.
     """
@@ -41,7 +37,7 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
 
 
 def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a request's events at the client and the scheduler's decisions, ordered by time.
+    """Return the client's events and the scheduler's decisions in the order of time.
 
     `request` is a line of a file that `bench --save-detailed` wrote. Times are in milliseconds after the time at which
     the request should have been sent.

@@ -1,8 +1,4 @@
-"""Parsers of quantities as people write them: "800ms", "24GiB", "8k", "90%".
-
-The results are in seconds, bytes, tokens and shares. Every function raises LlmschedError for an invalid text; the
-message says what is wrong and what is allowed.
-"""
+"""Parsers of quantities such as "800ms", "24GiB", "8k" and "90%". They raise LlmschedError for an invalid text."""
 
 from __future__ import annotations
 
@@ -36,10 +32,7 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za
 
 
 def server_url(text: str) -> str | None:
-    """Return the URL of the server that `text` names, or None if it is not an address. HOST:PORT is taken as http.
-
-    Raises LlmschedError for a URL that is not http or https, and for an address without a port.
-    """
+    """Return the URL of the server that `text` names, or None if it is not an address. HOST:PORT is taken as http."""
     scheme, _, rest = text.partition(":")
     is_http = scheme.lower() in ("http", "https") or text.lower().startswith(("http//", "https//"))
     if is_http and rest.startswith("//"):
@@ -75,11 +68,7 @@ def duration(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size such as "24GiB" (1024^3 bytes each) or "24GB" (1000^3 bytes each).
-
-    A number without a unit is a number of bytes, and must be at least 1 MiB, because in a smaller number the unit was
-    probably forgotten.
-    """
+    """Return the bytes of a size such as "24GiB" (1024^3 bytes each) or "24GB" (1000^3 bytes each), at least 1 MiB."""
     number, unit = _split(text, "a size such as 24GiB or 512MiB")
     factor = _BYTES.get(unit.lower())
     if number <= 0:
@@ -98,7 +87,7 @@ def size_or_none(text: str) -> int:
 
 
 def tokens(text: str) -> int:
-    """Return the number of tokens of "8192" or "8k". One k is 1024, as in the names of models: 128k is 131072."""
+    """Return the number of tokens of "8192" or "8k". One k is 1024."""
     number, unit = _split(text, "a number of tokens such as 8192 or 8k")
     count = number * _TOKENS.get(unit.lower(), math.nan)
     if not 1 <= count <= MOST_TOKENS or not count.is_integer():
@@ -129,7 +118,6 @@ def switch(text: str) -> bool:
 
 
 def _split(text: str, wanted: str) -> tuple[float, str]:
-    """Split a quantity into its finite number and its unit. Error messages call the quantity `wanted`."""
     match = _QUANTITY.fullmatch(text)
     if match is None or not math.isfinite(float(match[1])):
         raise LlmschedError(f"{text!r} is not {wanted}")

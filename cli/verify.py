@@ -1,5 +1,3 @@
-"""`llmsched verify`: compare the engine with plain transformers on the user's model."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -125,7 +123,6 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
 
 
 def _remarks(check: CaseResult) -> Iterator[str]:
-    """Yield remarks that the table does not show: the problems of a check, then its differing tokens."""
     yield from check.problems
     partings = sorted(check.divergences, key=lambda parting: parting.explained)
     for parting in partings[:MAX_PARTINGS]:

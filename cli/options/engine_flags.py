@@ -1,4 +1,4 @@
-"""Flags of the engine, one per knob (setting) of EngineConfig, and the values given for them."""
+"""Flags of the engine: one per knob (setting) of EngineConfig."""
 
 from __future__ import annotations
 
@@ -37,21 +37,16 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Engine flags given on the command line.
+    """Engine flags on the command line.
 
-    `given` maps knobs to the values of their flags. The knobs in `automatic` were given as "auto": they get their usual
-    default even if a profile sets them.
+    `given` maps knobs to values. The knobs in `automatic` were given as "auto": a profile does not set them.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     automatic: frozenset[str] = frozenset()
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
-        """Return the config for `model`, with the values of the flags.
-
-        A knob without a flag has its value in `defaults` or, if it is not in `defaults`, its usual default. Raises
-        ConfigError if a knob is out of range or does not fit the others.
-        """
+        """Return the config for `model`: the flags, then `defaults` for knobs without a flag. Raises ConfigError."""
         profile = {name: value for name, value in (defaults or {}).items() if name not in self.automatic}
         return EngineConfig(**{**profile, **self.given, "model": model})
 
@@ -59,11 +54,7 @@ class EngineOptions:
 def with_engine_options(
     exclude: Collection[str] = (), only: Collection[str] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Return a decorator that gives a Typer command one option per knob of EngineConfig.
-
-    The knobs are those in `only` (default: all), except `model` and those in `exclude`. The command receives them as
-    its keyword argument `engine_options: EngineOptions`.
-    """
+    """Give a Typer command one option per knob of EngineConfig, in its argument `engine_options: EngineOptions`."""
     types = get_type_hints(EngineConfig)
     wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
     knobs = [f for f in fields(EngineConfig) if f.name in wanted - {"model", *exclude}]
@@ -78,7 +69,7 @@ def with_engine_options(
 
 
 def serve_command(model: str | None, knobs: Mapping[str, Any]) -> str:
-    """Return the command line, for a shell, that serves `model` (None: the default model) with these settings."""
+    """Return the shell command that serves `model` (None: the default model) with these settings."""
     words = ["llmsched", "serve", *([] if model is None else [model])]
     for name, value in knobs.items():
         if isinstance(value, bool):
@@ -98,7 +89,6 @@ def _options(flags: Mapping[str, Any]) -> EngineOptions:
 
 
 def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | None, str | None]:
-    """Return the parser and the metavar of a knob's flag; both None if Typer derives them from the type."""
     low, high, unit = knob.metadata["low"], knob.metadata["high"], knob.metadata["unit"]
     if knob.name in _TAKES_AUTO:
         return context_length, "TOKENS|auto"
@@ -112,10 +102,7 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
 
 
 def knob_value(name: str, text: str) -> Any:
-    """Parse `text` as the flag of the knob `name` does; "auto" gives None.
-
-    Raises ConfigError if the knob is unknown or the text is not valid for it.
-    """
+    """Parse `text` as the flag of the knob `name` does; "auto" gives None. Raises ConfigError."""
     known = {f.name: f for f in fields(EngineConfig) if f.name != "model"}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)

@@ -1,5 +1,3 @@
-"""Options that several commands share, and decorators that turn a dataclass of flags into a command's options."""
-
 from __future__ import annotations
 
 import functools
@@ -37,10 +35,7 @@ ModelArgument = Annotated[
 
 
 def resolve_model(argument: str | None) -> str:
-    """Return `argument` or, without one, the value of $LLMSCHED_MODEL or "demo".
-
-    If there is no argument, print the chosen model on stderr.
-    """
+    """Return `argument`, or else the value of $LLMSCHED_MODEL or "demo", and print that choice on stderr."""
     if argument:
         return argument
     if model := os.environ.get("LLMSCHED_MODEL"):
@@ -51,12 +46,12 @@ def resolve_model(argument: str | None) -> str:
 
 
 def duration_option(help: str, **settings: Any) -> Any:
-    """Return an option whose value is a duration such as 800ms. The command receives the duration in seconds."""
+    """Return an option for a duration such as 800ms, which the command receives in seconds."""
     return typer.Option(parser=typed(duration), metavar=_DURATION, help=help, **settings)
 
 
 def quantization_option(doing: str) -> Any:
-    """Return the option --quantization. Its help begins with `doing`, a phrase that says what the command does."""
+    """Return the option --quantization. Its help begins with the phrase `doing`."""
     return typer.Option(
         metavar="|".join(QUANTIZATIONS),
         show_default=False,
@@ -66,7 +61,7 @@ def quantization_option(doing: str) -> Any:
 
 
 def simulate_option(doing: str) -> Any:
-    """Return the option --simulate. Its help begins with `doing`, a phrase that says what the command simulates."""
+    """Return the option --simulate. Its help begins with the phrase `doing`."""
     return typer.Option(
         metavar="GPU[:ENGINE]|local",
         show_default=False,
@@ -77,7 +72,7 @@ def simulate_option(doing: str) -> Any:
 
 
 def flag(name: str) -> str:
-    """Return the flag that sets `name`, such as --max-num-seqs. The argument "model" is returned unchanged."""
+    """Return the flag of a parameter, such as --max-num-seqs. The argument "model" is returned unchanged."""
     return name if name == "model" else "--" + name.replace("_", "-")
 
 
@@ -108,11 +103,10 @@ def with_options(
     make: Callable[[F], Any] = lambda given: given,
     shown: Mapping[str, object] = MappingProxyType({}),
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Return a decorator that gives a Typer command one option per field of the dataclass `flags`.
+    """Give a Typer command one option per field of the dataclass `flags`. A field's annotation holds its typer.Option.
 
-    The annotation of a field holds its typer.Option. `make` receives an instance of `flags`. The command receives the
-    result as its keyword argument `keyword`. `shown` maps fields whose default is None to the default that the help
-    states. If a field is a duration, the help states its default in seconds.
+    The command receives the result of `make` as its argument `keyword`. `shown` maps fields whose default is None to
+    the default that the help states.
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)
@@ -130,17 +124,13 @@ def with_options(
 
 
 def option_parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    """Return a parameter for a command's signature, which Typer turns into an option."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def replace_keyword(
     keyword: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Return a decorator that gives a Typer command `options` in place of its parameter `keyword`.
-
-    `make` receives the option values by name. The command receives the result as its keyword argument `keyword`.
-    """
+    """Give a Typer command `options` in place of its parameter `keyword`, which receives the result of `make`."""
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
         own = inspect.signature(command, eval_str=True).parameters

@@ -1,5 +1,3 @@
-"""Flags of a load, and the load that the flags describe: synthetic, from a trace, or shipped with llmsched."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -36,8 +34,6 @@ _SYNTHETIC = {
 
 @dataclass(frozen=True)
 class SourceFlags:
-    """Flags that name a load."""
-
     workload: Annotated[
         str | None,
         typer.Option(
@@ -61,8 +57,6 @@ class SourceFlags:
 
 @dataclass(frozen=True)
 class TraceFlags:
-    """Flags for reading a trace file."""
-
     trace_format: Annotated[
         TraceFormat | None,
         typer.Option(show_default="recognised from the file", help="Format of the trace."),
@@ -232,7 +226,7 @@ class LoadFlags(TraceFlags, SourceFlags):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Load with the timeout of each request in seconds. `trace` is the path of the trace file, if a flag names one."""
+    """Load of the flags, with the timeout of each request in seconds and the trace file, if a flag names one."""
 
     load: Load
     timeout: float
@@ -240,10 +234,9 @@ class LoadOptions:
 
 
 def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Return a decorator that passes the options of a load to a Typer command as `load_options: LoadOptions`.
+    """Give a Typer command the flags of a load, in its argument `load_options: LoadOptions`.
 
-    `defaults` are for a synthetic load. The default max_concurrency applies only if neither --request-rate nor the
-    times of a trace determine when to send requests.
+    `defaults` are for a synthetic load. The default max_concurrency also applies to a trace without times.
     """
 
     def make(flags: LoadFlags) -> LoadOptions:
@@ -257,10 +250,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
 
 
 def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
-    """Return the load that the flags describe. A synthetic load takes the values of missing flags from `defaults`.
-
-    Raises LlmschedError if the flags do not fit together or if the trace cannot be read.
-    """
+    """Return the load of the flags. Raises LlmschedError if they do not fit together or the trace cannot be read."""
     reading, other = flags.reading(), {f.name for f in fields(TraceFlags)} | {"timeout", "workload", "trace"}
     values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in other}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
@@ -311,6 +301,5 @@ def _trace_load(
 
 
 def _fall_back(given: dict[str, Any], concurrency: int | None) -> None:
-    """Set max_concurrency in `given` to `concurrency`, unless `given` has a request rate or max_concurrency."""
     if concurrency is not None and "request_rate" not in given:
         given.setdefault("max_concurrency", concurrency)

@@ -1,5 +1,3 @@
-"""Flags of latency targets (SLOs)."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,8 +26,6 @@ def _slo(meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SloFlags:
-    """Flags of latency targets. None means that there is no target."""
-
     slo_ttft: Annotated[float | None, _slo("the time to the first token (TTFT)")] = None
     slo_itl: Annotated[
         Slo | None,
@@ -52,7 +48,7 @@ class SloFlags:
     ] = READER_SPEED
 
     def slo(self) -> Slo:
-        """Return the targets that the flags set. Raises ConfigError if the reader's speed is not above 0 and finite."""
+        """Return the targets. Raises ConfigError if the reader's speed is not above 0 and finite."""
         return replace(
             self.slo_itl or Slo(),
             ttft=self.slo_ttft,
@@ -63,5 +59,5 @@ class SloFlags:
 
 
 def with_slo_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Add the options of latency targets to a Typer command, which receives them as its argument `slo: Slo`."""
+    """Give a Typer command the flags of latency targets, in its argument `slo: Slo`."""
     return with_options("slo", SloFlags, SloFlags.slo)(command)

@@ -1,5 +1,3 @@
-"""Flags that say how to send requests to a running server."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -63,10 +61,7 @@ class UrlTargetFlags:
 
 
 def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options: EngineOptions) -> HttpOptions:
-    """Return the settings for requests to a server.
-
-    Raises LlmschedError for an invalid URL, and if engine flags were given, which cannot change a running server.
-    """
+    """Return the settings for requests to a server. Raises LlmschedError for an invalid URL or any engine flag."""
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
@@ -99,10 +94,7 @@ def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options:
 
 
 def refuse_url_target_flags(typed: Sequence[str]) -> None:
-    """Raise LlmschedError if `typed` has flags that apply only to a URL.
-
-    An API key from the environment is accepted, because OPENAI_API_KEY may be set for other reasons.
-    """
+    """Raise LlmschedError if `typed` has flags that apply only to a URL."""
     useless = {flag(f.name) for f in fields(UrlTargetFlags)}
     if given := [name for name in typed if name in useless]:
         raise LlmschedError(

@@ -9,7 +9,7 @@ import pytest
 from html_pages import parsed
 
 from llmsched.cli import html_page, render
-from llmsched.cli.chart import Chart, Series, axis, distribution, draw, drawable, number, thin
+from llmsched.cli.chart import Chart, Series, axis, distribution, draw, drawable, thin, tick_label
 from llmsched.cli.html_page import Page
 
 LINE = Chart("Line", "s", "ms", (Series("a", [(0.0, 0.0), (10.0, 10.0)]),))
@@ -172,4 +172,4 @@ def test_a_page_loads_nothing() -> None:
     [(0, "0"), (0.5, "0.5"), (1500, "1500"), (2e6, "2e+06"), (1e-4, "1e-04"), (0.30000000000000004, "0.3")],
 )
 def test_numbers_beside_ticks(value: float, text: str) -> None:
-    assert number(value) == text
+    assert tick_label(value) == text

@@ -13,7 +13,7 @@ from command_line import CommandLine
 from fakes import Harness, make_request, tokens
 from scripted import ScriptedServer
 
-from llmsched.cli.explain import _WAITED_FOR, _WORDS, summary, told
+from llmsched.cli.explain import _WAITED_FOR, _WORDS, decision_text, summary
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.explain_route import AnswerIds
 from llmsched.cli.timeline import timeline_body
@@ -208,8 +208,8 @@ LOST = MISSED | {"prefix": "evicted", "known_tokens": 0}
 )
 def test_each_decision_has_its_words(what: str, details: dict[str, Any], words: str) -> None:
     entry = {"what": what, "details": details, "count": 1}
-    assert told(entry) == words
-    assert told({**entry, "count": 4}) == f"{words} (4 times)"
+    assert decision_text(entry) == words
+    assert decision_text({**entry, "count": 4}) == f"{words} (4 times)"
 
 
 def test_every_reason_to_wait_has_words() -> None:
