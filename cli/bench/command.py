@@ -1,5 +1,3 @@
-"""`llmsched bench`: send a load to a server or to a model in this process, and report latency and goodput."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Flags of `bench` for modes other than a single run: comparison, knee search, self-check."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -82,7 +80,6 @@ class ModeFlags:
 
     @property
     def one_run(self) -> bool:
-        """True if `bench` runs the load once: without a comparison, a knee search or a self-check."""
         return self.compare is None and not self.find_knee and not self.self_check
 
     def __post_init__(self) -> None:

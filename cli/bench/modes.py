@@ -1,5 +1,3 @@
-"""Modes of `bench`: one run, a comparison of engine settings, and a search for the knee."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -38,17 +36,13 @@ async def bench_target(
     plan: RunPlan,
     progress: Progress,
 ) -> Result:
-    """Open a target, and run the load once or, with --find-knee, search for the target's knee.
-
-    `url` is the target's URL if the target is a server.
-    """
+    """Open a target and run the load once or, with --find-knee, search for the knee. `url` is None for an engine."""
     if modes.find_knee:
         return await _bench_knee(opening, modes, plan, progress)
     return await _bench_once(opening, url, plan, progress)
 
 
 async def _bench_once(opening: Opening, url: str | None, plan: RunPlan, progress: Progress) -> Result:
-    """Open a target and run the load once. If the target is unreachable, report every request as failed."""
     content = None
     try:
         async with opening as opened:
@@ -76,10 +70,9 @@ async def bench_compare(
     progress: Progress,
     quantization: str | None = None,
 ) -> Result:
-    """Run the plan's load with the settings of each variant and compare the figures.
+    """Run the load with each variant and compare the figures.
 
-    The engines run in this process or, if `simulate` names a device, in a simulation of that device. `base` has the
-    settings that a variant omits, and `given` has the settings that flags set. Raises LlmschedError for invalid
+    `base` has the settings that a variant omits, `given` the settings set by flags. Raises LlmschedError for invalid
     variants, and ModelError or ConfigError if an engine cannot be built.
     """
     assert modes.compare is not None
@@ -100,7 +93,6 @@ async def bench_compare(
 
 
 async def _bench_knee(opening: Opening, modes: ModeFlags, plan: RunPlan, progress: Progress) -> Result:
-    """Open a target and search for its knee. Raises LlmschedError if the target is unreachable or serves no request."""
     limits = KneeLimits(
         modes.max_request_rate,
         ATTAINMENT if modes.knee_attainment is None else modes.knee_attainment,

@@ -16,8 +16,6 @@ from llmsched.engine.progress import Progress
 
 
 class VariantRun(NamedTuple):
-    """Record and setup of a variant's run. `record.meter` and `record.memory` are not None."""
-
     record: RunRecord
     experiment: Experiment
 
@@ -28,7 +26,7 @@ RunVariant = Callable[[str, Load, Progress], Awaitable[VariantRun]]
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """Result of a variant. `figures` covers all rounds together, `rounds` has the figures of each round."""
+    """Figures of a variant over all rounds together, and for each of the `rounds`."""
 
     name: str
     experiment: Experiment
@@ -39,10 +37,7 @@ class VariantResult:
 async def compare(
     names: Sequence[str], run_variant: RunVariant, plan: RunPlan, rounds: int, progress: Progress
 ) -> list[VariantResult]:
-    """Run the plan's load with each of the named variants, `rounds` times.
-
-    All variants get the same requests in a round. Each round draws new requests from the next seed.
-    """
+    """Run the load with each variant, `rounds` times. Each round draws new requests, the same for all variants."""
     runs: dict[str, list[VariantRun]] = {name: [] for name in names}
     for number in range(rounds):
         workload = plan.workload.with_seed(plan.workload.seed + number)
@@ -62,10 +57,9 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return the figures `whole` of all rounds together, with some rates replaced by their means over `rounds`.
+    """Return `whole`, the figures over all rounds, with steady-state rates and request rates as means over `rounds`.
 
-    These are the steady-state rates, and the scheduled and achieved rates of requests. In `whole`, the ramp-up and
-    ramp-down of each round would distort them. A rate that is None in any round becomes None.
+    In `whole`, the ramp-up and ramp-down of each round would distort these rates.
     """
     if len(rounds) == 1:
         return whole
@@ -77,7 +71,7 @@ def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measur
 
 
 def concatenated(runs: Sequence[RunRecord]) -> RunRecord:
-    """Join several runs into one run, in which each run starts when the run before it ends."""
+    """Join runs into one, in which each run starts when the previous one ends."""
     records: list[RequestRecord] = []
     now = 0.0
     for run in runs:

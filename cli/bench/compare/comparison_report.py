@@ -1,5 +1,3 @@
-"""Report of a comparison: the figures of all variants side by side, and the ratios of each variant to the first."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,10 +18,10 @@ _SHORT = 16
 
 
 def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
-    """Return the JSON report: `runs` in the order of the command line, and `ratios` of each later run to the first.
+    """Return the JSON report: `runs`, and the `ratios` of each later run to the first.
 
-    Each run has the keys of `bench --json`, computed over all rounds, and a key `rounds` with the main figures of each
-    round. A ratio is null if it is undefined.
+    Each run has the keys of `bench --json`, computed over all rounds, and its figures in each round. An undefined ratio
+    is null.
     """
     runs = [_run_json(variant) for variant in variants]
     first, *others = runs
@@ -38,7 +36,6 @@ def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
 
 
 def comparison_content(document: dict[str, Any], variants: Sequence[VariantResult]) -> ReportContent:
-    """Return the content of the report of a comparison. `document` is the JSON report (see `comparison_json`)."""
     first = MeasuredRun(variants[0].experiment, variants[0].figures)
     terms = definitions_in(Place.RATIOS, first)
     del terms["P99 interval"]
@@ -67,7 +64,6 @@ def comparison_content(document: dict[str, Any], variants: Sequence[VariantResul
 
 
 def _verdict(document: dict[str, Any]) -> str:
-    """Return the throughput and TTFT of each variant as ratios to the first, in one sentence."""
     found = [
         f"{name}: {_times(ratios['output_tokens_per_s'])} the output tokens/s of {document['baseline']}, "
         f"{_times(ratios['ttft_ms_p99'])} its P99 TTFT"
@@ -126,7 +122,6 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _notes(document: dict[str, Any], first: MeasuredRun) -> list[str]:
-    """Return lines that describe the target and load, the accuracy of the figures, and the ratios of each round."""
     experiment, rounds = first.experiment, document["rounds"]
     interleaved = "1 round" if rounds == 1 else f"{rounds} rounds, interleaved, with consecutive seeds"
     by_round = [
@@ -142,12 +137,10 @@ def _notes(document: dict[str, Any], first: MeasuredRun) -> list[str]:
 
 
 def _labels(names: Sequence[str]) -> Sequence[str]:
-    """Return the variants' names for the columns of a table, or numbers if a name is too long for a terminal."""
     return names if max(map(len, names)) <= _SHORT else [f"[{number}]" for number in range(1, len(names) + 1)]
 
 
 def _table(document: dict[str, Any]) -> Table:
-    """Return the table of figures and ratios, one figure per row: first rates, then latencies, then the rest."""
     runs, ratios = document["runs"], document["ratios"]
     first, *others = labels = _labels([run["policy"] for run in runs])
     compared = [f"{label} / {first}" for label in others]
@@ -162,7 +155,6 @@ def _table(document: dict[str, Any]) -> Table:
 
 
 def _shown(value: float | None, unit: Unit) -> str:
-    """Return a value of the JSON report as text without its unit. Latencies are in milliseconds."""
     if value is None:
         return "n/a"
     if unit == "bytes":

@@ -1,5 +1,3 @@
-"""Engines that run the variants of a comparison, in this process or simulated."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
@@ -30,10 +28,7 @@ class VariantEngines:
     """Engines in this process, one per variant. Variants that need the same memory share weights and KV memory."""
 
     def __init__(self, configs: Mapping[str, EngineConfig], plan: RunPlan, progress: Progress) -> None:
-        """Take the settings of each variant by name. A missing `max_num_batched_tokens` becomes the device's default.
-
-        Raises ConfigError if this machine lacks the device of a variant.
-        """
+        """Raise ConfigError if this machine lacks the device of a variant."""
         from llmsched.engine.device import device_memory
         from llmsched.engine.memory.planner import token_budget
 
@@ -46,7 +41,7 @@ class VariantEngines:
         self._built_for: EngineConfig | None = None
 
     def check(self) -> None:
-        """Raise ConfigError or ModelError if a variant's engine cannot be built. Call this before the first run."""
+        """Raise ConfigError or ModelError if the engine of a variant cannot be built."""
         from llmsched.engine.architecture.dtypes import check_servable
         from llmsched.engine.device import device_memory, resolve_device
         from llmsched.engine.memory.planner import open_planner
@@ -76,7 +71,7 @@ class VariantEngines:
 
     @asynccontextmanager
     async def running(self, name: str) -> AsyncIterator[AsyncEngine]:
-        """Yield a new, running engine with the settings of the variant `name`. Stop the engine when the block ends."""
+        """Yield a new, running engine with the settings of the variant `name`."""
         from llmsched.engine.build import RESERVING, build_engine, engine_beside
 
         config = self._configs[name]
@@ -91,11 +86,7 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return settings for an engine with enough memory for the variant `config` and all variants that can share it.
-
-        Variants can share memory if they differ only in settings that do not determine what is loaded and reserved. The
-        settings in LIMITS, such as max_num_seqs, get the largest value of all these variants.
-        """
+        """Return settings for an engine with enough memory for `config` and all variants that share its memory."""
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:
@@ -109,7 +100,7 @@ class VariantEngines:
 def simulated_variants(
     configs: Mapping[str, EngineConfig], device: str, plan: RunPlan, progress: Progress, quantization: str | None
 ) -> RunVariant:
-    """Return a function that simulates a run of a variant on `device`, a name that `make_blueprint` accepts.
+    """Return a function that simulates a variant's run on `device`, a name that `make_blueprint` accepts.
 
     Raises ModelError if the model cannot be read, and ConfigError if a variant does not fit the device.
     """

@@ -1,5 +1,3 @@
-"""Variants of `--compare`: sets of engine settings, each of which serves the same load."""
-
 from __future__ import annotations
 
 import re
@@ -19,7 +17,7 @@ SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separa
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Variant of the engine settings. `knobs` are the settings that it changes, `name` is the user's text for it."""
+    """Settings to compare. `knobs` are those that differ from the base settings, `name` is what the user typed."""
 
     name: str
     knobs: Mapping[str, Any]
@@ -28,8 +26,7 @@ class Variant:
 def parse_variants(text: str) -> list[Variant]:
     """Parse variants such as "static, continuous" or "fair; fair max_num_batched_tokens=512 headroom=20%".
 
-    Raises LlmschedError for fewer than two variants, and for a setting that is unknown or invalid, or that has no
-    effect under the variant's scheduling policy.
+    Raises LlmschedError for fewer than two variants and for a setting that is unknown, invalid or without effect.
     """
     parts = [" ".join(part.split()) for part in re.split(r"[,;]", text)]
     if "" in parts or len(parts) < 2:
@@ -38,10 +35,7 @@ def parse_variants(text: str) -> list[Variant]:
 
 
 def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, EngineConfig]:
-    """Return the engine configuration of each variant by name. `base` has the settings that a variant omits.
-
-    Raises ConfigError for settings that exclude each other, and LlmschedError for two variants with equal settings.
-    """
+    """Return the engine configuration of each variant, by name. Raises LlmschedError for two equal variants."""
     configs: dict[str, EngineConfig] = {}
     for variant in variants:
         config = replace(base, **variant.knobs)
@@ -53,7 +47,7 @@ def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, Engi
 
 
 def check_given(variants: Sequence[Variant], given: Mapping[str, Any]) -> None:
-    """Raise LlmschedError if a setting in `given`, set by a flag, has no effect because every variant sets it too."""
+    """Raise LlmschedError if every variant overrides a setting of `given`, the settings set by flags."""
     for name in given:
         if all(name in variant.knobs for variant in variants):
             flag = "--" + name.replace("_", "-")

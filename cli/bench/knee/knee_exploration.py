@@ -1,5 +1,3 @@
-"""Knee search on a target, which measures the target when it is idle, under a burst, and at one rate after another."""
-
 from __future__ import annotations
 
 import math
@@ -38,11 +36,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits of a search; see `KneeGoal` for `attainment` and `tolerance`.
-
-    `highest` is the highest rate to try, in requests per second. If it is None, the highest rate is a multiple of the
-    target's throughput.
-    """
+    """Limits of a knee search. `highest` is in requests per second; KneeGoal explains the others."""
 
     highest: float | None
     attainment: float
@@ -51,10 +45,10 @@ class KneeLimits:
 
 @dataclass(frozen=True, slots=True)
 class RateAttempt:
-    """Attempt at one request rate, in requests per second.
+    """Attempt at a rate in requests per second.
 
-    `attainment` is the share of requests that met every SLO, `report` the JSON report. `run` has the figures, which
-    hold every token; it is None if they were dropped to save memory.
+    `attainment` is the share of requests that met every SLO, `report` the JSON report. `run` is None after its tokens
+    were dropped to save memory.
     """
 
     rate: float
@@ -65,11 +59,7 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a knee search.
-
-    `idle` is the JSON report on the idle target, `burst` the JSON report on a burst of all requests. Each is None if
-    the search did not need it.
-    """
+    """Result of a knee search, with the JSON reports on the idle target and on a burst of all requests, if measured."""
 
     goal: KneeGoal
     slo: Slo
@@ -80,13 +70,13 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """Attempt at the knee's rate, if possible one whose `run` was kept; None if there is no knee."""
+        """Attempt at the knee's rate, if possible one with its `run`."""
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
         return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 
 
 def check(load: Load, limits: KneeLimits) -> None:
-    """Raise LlmschedError if the load or the limits do not allow a search. Call this before opening the target."""
+    """Raise LlmschedError if the load or the limits do not allow a search."""
     if load.stop_after is not None:
         raise LlmschedError("--find-knee with --duration needs --request-rate, which is then the lowest rate")
     if limits.highest is not None and not LEAST_RATE <= limits.highest < math.inf:
@@ -99,10 +89,7 @@ def check(load: Load, limits: KneeLimits) -> None:
 
 
 async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progress: Progress) -> Exploration:
-    """Find the knee of a target under the load of `plan`, which must have passed `check`.
-
-    Each attempt sends new requests. Raises LlmschedError if the target serves no request.
-    """
+    """Find the knee of a target with new requests in each attempt. Raises LlmschedError if it serves no request."""
     load = plan.workload
     seeds = iter(range(load.seed + 1, load.seed + 1_000))
     idle = burst = None
@@ -151,11 +138,7 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search, with the lowest and the highest rate to try.
-
-    If no flag sets these rates, the search starts at a multiple of the throughput of `burst`, and a larger multiple is
-    the highest rate. The lowest rate is the one at which the target is almost idle, given the mean E2E of `idle`.
-    """
+    """Return the goal of the search. Rates that no flag sets follow from the figures `idle` and `burst`."""
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")

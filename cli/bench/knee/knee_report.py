@@ -1,5 +1,3 @@
-"""Report of a knee search: latency by request rate, and the knee."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -52,7 +50,6 @@ def knee_json(plan: RunPlan, found: Exploration) -> dict[str, Any]:
 
 
 def knee_content(document: dict[str, Any], experiment: Experiment) -> ReportContent:
-    """Return the content of the report of a knee search. `document` is the JSON report (see `knee_json`)."""
     names = ("TTFT", "ITL", "TPOT", "E2E", "goodput")
     return ReportContent(
         verdict=verdict(document),
@@ -67,7 +64,7 @@ def knee_content(document: dict[str, Any], experiment: Experiment) -> ReportCont
 
 
 def cautions(document: dict[str, Any]) -> list[str]:
-    """Return warnings for the user: reasons why the true knee may differ from the knee found."""
+    """Return reasons why the true knee may differ from the knee found."""
     found = []
     if document["knee_sustained"] is False:
         sent, served = (document["at_knee"][name] for name in ("achieved_rate", "requests_per_s_steady"))
@@ -89,7 +86,6 @@ def cautions(document: dict[str, Any]) -> list[str]:
 
 
 def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
-    """Return lines that describe the target, the load, the accuracy of the figures, and the SLOs."""
     work, origin = experiment.workload.describe_requests(), experiment.provenance
     found = [f"{origin.label} {experiment.name} ({origin.where}): {work}, at one request rate after another"]
     found += origin.caveats()
@@ -105,7 +101,6 @@ def _notes(document: dict[str, Any], experiment: Experiment) -> list[str]:
 
 
 def _summary(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the knee and the main figures of the run at the knee, if there is one."""
     if (found := document["at_knee"]) is None:
         return []
     return [
@@ -117,7 +112,6 @@ def _summary(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _table(document: dict[str, Any]) -> Table:
-    """Return the table of attempts in ascending order of rate, with TTFT and the other latencies that have an SLO."""
     judged = [name for name in ("itl", "tpot", "e2e") if f"{name}_ms" in document["slo"]] or ["itl"]
     latency_columns = ["TTFT P50", "TTFT P99", *(f"{name.upper()} P99" for name in judged)]
     columns = ["requested/s", "served/s", "output tokens/s", *latency_columns, "met by", "goodput", ""]
@@ -143,7 +137,6 @@ def _table(document: dict[str, Any]) -> Table:
 
 
 def _limit(milliseconds: float) -> str:
-    """Return the limit of an SLO as text: four digits or, from 1000 ms on, a whole number of milliseconds."""
     return f"{milliseconds:.0f}" if milliseconds >= 1000 else f"{milliseconds:.4g}"
 
 
@@ -152,16 +145,12 @@ def _or_na(value: float | None, form: str) -> str:
 
 
 def sustained(figures: dict[str, Any]) -> bool | None:
-    """Return True if the target completed requests about as fast as they were sent, False if not.
-
-    `figures` is the JSON report of a run. Returns None if the run was too short to tell.
-    """
+    """Return True if requests were completed about as fast as sent; None if the run was too short to tell."""
     served, sent = figures["requests_per_s_steady"], figures["achieved_rate"]
     return None if served is None or not sent else served >= _KEEPS_UP * sent
 
 
 def _charts(document: dict[str, Any]) -> list[Chart]:
-    """Return charts of latency, attainment and goodput by request rate, with the knee marked."""
     slo = document["slo"]
 
     def line(label: str, get: Callable[[dict[str, Any]], float | None]) -> Series:
@@ -189,7 +178,6 @@ def _charts(document: dict[str, Any]) -> list[Chart]:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Return the outcome of a search in one sentence. `document` is the JSON report (see `knee_json`)."""
     share = f"{document['attainment_goal']:.0%}"
     if document["verdict"] == "never met":
         return f"no knee: even at {document['missed_rps']:.3g} requests/s fewer than {share} of requests meet the SLO"

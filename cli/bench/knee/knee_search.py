@@ -22,12 +22,10 @@ ATTAINMENT, TOLERANCE = 0.9, 0.1
 class KneeGoal:
     """Goal and range of a knee search. Rates are in requests per second.
 
-    A rate meets the goal if at least the share `attainment` of its requests meets every SLO; otherwise it misses the
-    goal. The search starts at `start` (default: `low`). It goes up by `factor` as long as all rates meet the goal, or
-    down by `factor` as long as all rates miss it. Then it narrows the interval between the highest rate that meets the
-    goal and the lowest rate that misses it, until these two rates differ by at most `tolerance` (a share of the lower
-    one). With `repeat`, it finally tries both rates once more. Raises LlmschedError, which names the flag and its
-    range, for a value out of range.
+    A rate meets the goal if at least the share `attainment` of its requests meets every SLO. The search starts at
+    `start` (default: `low`), and multiplies or divides the rate by `factor` until one rate has met the goal and another
+    has missed it. It then narrows the interval between these two rates to `tolerance`, a share of the lower rate. With
+    `repeat`, it tries both rates once more. Raises LlmschedError for a value out of range.
     """
 
     low: float
@@ -58,7 +56,7 @@ class KneeGoal:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Attempt at one rate in requests per second, with the share of requests that met every SLO."""
+    """Attempt at a rate in requests per second, with the share of requests that met every SLO."""
 
     rate: float
     attainment: float
@@ -66,11 +64,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Result of a search.
+    """Result of a search. Rates are in requests per second.
 
-    `missed` is the lowest rate that missed the KneeGoal, or None if every rate met it. `rate` is the highest rate below
-    `missed` that met the goal, or None if even the lowest rate missed it. A rate that was tried twice is judged by its
-    mean attainment.
+    `missed` is the lowest rate that missed the goal, `rate` the highest rate below `missed` that met it.
     """
 
     verdict: Verdict
@@ -93,12 +89,7 @@ async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal
 
 
 def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
-    """Return the next rate to try in requests per second; None when the search is over.
-
-    The search multiplies or divides the rate by `goal.factor` until one rate has met the goal and another has missed
-    it. Then it bisects the interval between them on a logarithmic scale. Finally, if `goal.repeat` is set, it tries
-    both ends of the last interval once more. If noise changes a result, the search continues from there.
-    """
+    """Return the next rate to try in requests per second; None when the search is over."""
     if not attempts:
         return goal.low if goal.start is None else goal.start
     met, missed = bracket(attempts, goal)
@@ -116,9 +107,9 @@ def next_rate(attempts: Sequence[Attempt], goal: KneeGoal) -> float | None:
 
 
 def bracket(attempts: Sequence[Attempt], goal: KneeGoal) -> tuple[float | None, float | None]:
-    """Return two rates: the highest one that met the goal, and the lowest one that missed it.
+    """Return the highest rate that met the goal and the lowest rate that missed it.
 
-    A rate that met the goal does not count if a lower rate missed it. Each of the two is None if there is no such rate.
+    A rate that met the goal does not count if a lower rate missed it.
     """
     by_rate: dict[float, list[float]] = {}
     for attempt in attempts:

@@ -13,11 +13,7 @@ from llmsched.engine.errors import LlmschedError
 
 
 def csv_columns() -> list[str]:
-    """Return the column names of the CSV file.
-
-    Most columns hold one value and are named after its path in the JSON report, such as ttft_ms.p50. The last columns
-    hold a JSON object each and are named after the figure.
-    """
+    """Return the column names: paths in the JSON report, such as ttft_ms.p50."""
     return [
         *(".".join(path) for _, path in paths_in(Place.CSV)),
         *(figure.name for figure in figures_in(Place.CSV_OBJECT)),
@@ -25,10 +21,7 @@ def csv_columns() -> list[str]:
 
 
 def check_csv(path: Path) -> None:
-    """Raise LlmschedError if rows cannot be appended to the file `path`, which need not exist.
-
-    They cannot be appended if `path` is not a regular file, cannot be read, or has other columns than `csv_columns`.
-    """
+    """Raise LlmschedError if rows cannot be appended to the file, which need not exist."""
     if path.exists() and not path.is_file():
         raise LlmschedError(f"--csv {path}: is not a regular file; name a file that rows can be appended to")
     try:
@@ -43,7 +36,7 @@ def check_csv(path: Path) -> None:
 
 
 def append_csv(path: Path, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Append a row for each JSON report. Write the header first if the file is new. Null becomes an empty cell.
+    """Append a row for each JSON report, after the header if the file is new. Null becomes an empty cell.
 
     Raises LlmschedError if `check_csv` rejects the file, and OSError if the file cannot be written.
     """

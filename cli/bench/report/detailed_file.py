@@ -1,5 +1,3 @@
-"""Files of --save-detailed: JSON lines of the run, its requests and the target's states."""
-
 from __future__ import annotations
 
 import json
@@ -22,7 +20,7 @@ _EVENTS = ("scheduled", "ready", "connecting", "connected", "sent", "end")
 
 
 def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]:
-    """Yield the lines of the file. Times are in seconds after the start of the run, whose JSON report is `report`."""
+    """Yield the lines of a `--save-detailed` file: the run, its requests, the target's states. Times are in seconds."""
     experiment, figures = run
     yield _line({"kind": "run", "format": FORMAT, "report": report})
     served = {one.record.index: one for one in figures.served}
@@ -63,7 +61,7 @@ def read_request(path: Path, name: str) -> dict[str, Any]:
 
 
 def _request(record: RequestRecord, served: ServedRequest | None, slo: Slo, start: float) -> dict[str, Any]:
-    """Return a request as a JSON object. Times are in seconds after `start`, latencies in milliseconds."""
+    """Return a request as JSON. Times are in seconds after `start`, latencies in milliseconds."""
 
     def after(time: float | None) -> float | None:
         return None if time is None else round(time - start, 6)

@@ -1,5 +1,3 @@
-"""Flags of `bench` that select the output, and the code that prints and writes the output."""
-
 from __future__ import annotations
 
 import json
@@ -20,8 +18,6 @@ from llmsched.engine.errors import LlmschedError
 
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
-    """Flags of `bench` that select the output files, and JSON or text for stdout."""
-
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the JSON report to FILE as well."),
@@ -52,11 +48,7 @@ class OutputFlags:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
     def check(self, modes: ModeFlags, read: Path | None) -> None:
-        """Raise LlmschedError if an output file cannot be written, or if flags contradict each other.
-
-        Two flags must not name the same file, and no flag may name `read`, the file that the load is read from. A flag
-        must not ask for a file that the mode of `bench` does not write.
-        """
+        """Raise LlmschedError if an output file cannot be written or is `read`, or if flags contradict each other."""
         if self.save_detailed is not None and not modes.one_run:
             raise LlmschedError(
                 "--save-detailed works only with a single run; drop it, or drop --find-knee/--compare/--self-check"
@@ -91,6 +83,5 @@ class OutputFlags:
                     path.write_text(json.dumps(result.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def _files(self) -> dict[str, Path]:
-        """Return the path of each output file under the name of its flag, without dashes."""
         files = {"save": self.save, "csv": self.csv, "save-detailed": self.save_detailed, "report": self.report}
         return {flag: path for flag, path in files.items() if path is not None}

@@ -1,5 +1,3 @@
-"""Content of a report, which is printed in a terminal or written to an HTML page."""
-
 from __future__ import annotations
 
 import json
@@ -34,11 +32,10 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReportContent:
-    """Content of a report.
+    """Content of a report, for a terminal or an HTML page.
 
-    An HTML page begins with `verdict` (a sentence) and `summary` (a few figures with their names). On a terminal, the
-    verdict comes last, the summary is left out, and only the first `terminal_charts` charts are drawn. `decisions` are
-    choices that the command made for the user; a terminal shows them on stderr.
+    Only an HTML page has `summary`, a few figures with their names. A terminal draws only the first `terminal_charts`
+    charts. `decisions` are choices that the command made for the user.
     """
 
     title: str = ""
@@ -58,10 +55,9 @@ class ReportContent:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a mode of `bench`: the report as JSON and as `content`. If `well` is False, the exit code is 1.
+    """Report of `bench` as JSON and as `content`. If `well` is False, the exit code is 1.
 
-    `rows` are the JSON reports of single runs, for the CSV file. `run` is the run that --save-detailed writes. `detail`
-    is shown only at the end of the HTML page.
+    `rows` are the JSON reports for the CSV file, `run` is the run for --save-detailed, and `detail` ends the HTML page.
     """
 
     report: Mapping[str, Any]
@@ -73,10 +69,7 @@ class Result:
 
 
 def show(content: ReportContent, *, definitions: bool = False) -> None:
-    """Print a report: notes, tables, charts and sentences on stdout, then decisions, errors and warnings on stderr.
-
-    With `definitions`, print the definitions of the figures at the end.
-    """
+    """Print a report on stdout, and its decisions, errors and warnings on stderr."""
     for note in content.notes:
         render.say(note)
     for table in content.tables:
@@ -101,7 +94,6 @@ def show(content: ReportContent, *, definitions: bool = False) -> None:
 
 
 def result_page(result: Result) -> str:
-    """Return a result as an HTML page that opens offline."""
     run = result.report if "where" in result.report else result.report["runs"][0]  # the runs of --compare
     where, device = run["where"], run["engine"].get("device", "auto")
     if where == "in process":
@@ -148,7 +140,6 @@ def report_page(title: str, contents: Sequence[ReportContent], document: Mapping
 
 
 def _provenance(measured: bool, hardware: str) -> dict[str, str]:
-    """Return where the figures of a page come from: hardware, date, version and command line, without API keys."""
     command = shlex.join(["llmsched", *sys.argv[1:]])
     return {
         "figures": "measured" if measured else "simulated",

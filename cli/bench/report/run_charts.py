@@ -1,5 +1,3 @@
-"""Charts of a run: figures over time, and distributions of latencies."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -23,10 +21,7 @@ _INTERVALS, _TOKENS_PER_INTERVAL = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """Return a chart of each request's TTFT, TPOT and worst stall, or of the time until the request failed.
-
-    The horizontal axis is the time at which the request was due.
-    """
+    """Return a chart of each request's latencies, or of the time until it failed, over the time at which it was due."""
     placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [
@@ -52,16 +47,12 @@ def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
 
 
 def distribution_chart(title: str, samples: Mapping[str, Sequence[Sequence[float]]]) -> Chart:
-    """Return a chart of cumulative distributions in ms, with one line per name.
-
-    `samples` maps each name to lists of samples in seconds, one list per request.
-    """
+    """Return a chart of cumulative distributions in ms. `samples` are in seconds, in one list per request."""
     lines = [Series(name, distribution([1e3 * x for one in found for x in one])) for name, found in samples.items()]
     return Chart(title, "ms, logarithmic", "% of samples at or below", tuple(lines), log_x=True)
 
 
 def requests_over_time(figures: Measurement) -> Chart:
-    """Return a chart of the requests in flight: those that wait for their first token and those that receive tokens."""
     waiting: list[Point] = []
     answered: list[Point] = []
     for record in figures.run.records:
@@ -86,7 +77,6 @@ def _counted(changes: Sequence[Point]) -> list[Point]:
 
 
 def throughput_over_time(figures: Measurement) -> Chart:
-    """Return a chart of output tokens per second, averaged over intervals of equal length."""
     fitting = (
         figures.duration / (_TOKENS_PER_INTERVAL * figures.latency.itl.p50) if figures.latency.itl.p50 else _INTERVALS
     )
@@ -101,7 +91,6 @@ def throughput_over_time(figures: Measurement) -> Chart:
 
 
 def queue_over_time(samples: Sequence[TargetState]) -> Chart:
-    """Return a chart of the running and waiting requests, as the target reports them."""
     series = (
         Series("running", [(sample.time, sample.running) for sample in samples], "steps"),
         Series("waiting", [(sample.time, sample.waiting) for sample in samples], "steps"),
@@ -110,11 +99,7 @@ def queue_over_time(samples: Sequence[TargetState]) -> Chart:
 
 
 def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None) -> Chart:
-    """Return a chart of the memory in use in GiB or, if `memory` is unknown, of KV memory in percent.
-
-    If more than half of the memory was in use, a line marks the size of the whole memory. Otherwise there is no line,
-    because most of the chart would be empty space below it.
-    """
+    """Return a chart of the memory in use in GiB or, if `memory` is unknown, of KV memory in percent."""
     unit, scale = ("% of KV memory", 100.0) if memory is None else ("GiB", memory.kv / _GIB)
     held = [(s.time, s.kv_held or 0.0, s.kv_empty or 0.0, s.kv_cached or 0.0) for s in samples]
     parts = [Series("KV used or reserved", [(at, scale * used) for at, used, _, _ in held])]
@@ -137,7 +122,6 @@ def memory_over_time(samples: Sequence[TargetState], memory: MemoryParts | None)
 
 
 def run_charts(figures: Measurement, slo: Slo) -> list[Chart]:
-    """Return the charts for which the run has data. All charts over time have the same time axis."""
     samples = {name.upper(): found for name, found in latency_samples(figures.latencies).items()}
     charts = [
         latency_over_time(figures, slo),

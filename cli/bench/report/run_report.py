@@ -1,5 +1,3 @@
-"""Report of one run: its tables, charts and definitions."""
-
 from __future__ import annotations
 
 from llmsched.cli.bench.report.report_content import ReportContent, Table
@@ -17,7 +15,7 @@ _ENOUGH_TO_DRAW = 10
 
 
 def run_content(run: MeasuredRun) -> ReportContent:
-    """Return the report of a run: its figures or, if no request was completed, only the reasons for the failures."""
+    """Return the report of a run, with only the reasons for failures if no request was completed."""
     experiment, figures = run
     counts, conclusions = figures.requests, []
     errors = [
@@ -50,7 +48,6 @@ def run_content(run: MeasuredRun) -> ReportContent:
 
 
 def verdict(run: MeasuredRun) -> str:
-    """Return the outcome of a run in one sentence."""
     counts, rates, good = run.figures.requests, run.figures.rates, run.figures.goodput
     total = counts.completed + counts.failed
     served = f"all {total} requests were served" if not counts.failed else f"{counts.failed} of {total} requests failed"
@@ -84,7 +81,6 @@ def totals_table(run: MeasuredRun) -> Table:
 
 
 def slo_table(slo: Slo, figures: Measurement) -> Table | None:
-    """Return the table of the SLOs and how many requests met each SLO; None if no SLO was given."""
     if (good := figures.goodput) is None:
         return None
     rows = [
@@ -108,7 +104,6 @@ def slo_table(slo: Slo, figures: Measurement) -> Table | None:
 
 
 def stall_table(figures: Measurement) -> Table | None:
-    """Return the table of the worst stalls; None if every request got at most one chunk."""
     rows = [
         [str(number), human_seconds(stall.seconds), f"{stall.at:.2f}", str(stall.tokens_before)]
         for number, stall in figures.latency.stalls
@@ -117,7 +112,6 @@ def stall_table(figures: Measurement) -> Table | None:
 
 
 def definitions(run: MeasuredRun) -> dict[str, str]:
-    """Return the definitions of the figures in the tables, and a sentence on how tokens were counted."""
     figures = run.figures
     terms = definitions_in(Place.LATENCIES | Place.TOTALS | Place.OWN_TABLE, run)
     if not any(figure.get(*run).p99_ci95 for figure in figures_in(Place.LATENCIES)):

@@ -1,7 +1,7 @@
-"""Server with known timing, against which the bench checks itself. It runs in another process and logs its writes.
+"""Server with known timing, against which `bench` checks itself. It runs in another process and logs its writes.
 
-The log has times of time.monotonic, which all processes share, so the bench can tell a late server from an error of
-measurement. Run as a module, the server prints its port. It ends when its stdin is closed.
+The log has times of time.monotonic, which all processes share. Run as a module, the server prints its port and ends
+when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ending = Literal["done", "cut", "refused", "error"]
 
 @dataclass(frozen=True, slots=True)
 class ScriptPart:
-    """Part of an answer: text with its number of tokens, written `at` seconds after the request arrives."""
+    """Part of an answer, written `at` seconds after the request arrives."""
 
     at: float
     text: str
@@ -34,7 +34,7 @@ class ScriptPart:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Script of an answer: its parts, and how the answer ends.
+    """Script of an answer.
 
     The ending "done" sends usage and [DONE], "cut" closes the connection early, "error" sends an error event, and
     "refused" sends an HTTP 500 instead of the parts. With `role_first`, a part without tokens is sent as a chunk that
@@ -79,7 +79,6 @@ SCRIPTS: Mapping[str, tuple[Script, ...]] = {
 
 
 def chunk(script: Script, part: ScriptPart, *, chat: bool) -> bytes:
-    """Return a part as a server-sent event, in the format of chat completions if `chat`, else of completions."""
     if not chat:
         return event({"choices": [{"index": 0, "text": part.text, "finish_reason": None}]})
     role = {"role": "assistant"} if script.role_first and not part.tokens else {}
@@ -87,7 +86,6 @@ def chunk(script: Script, part: ScriptPart, *, chat: bool) -> bytes:
 
 
 def ending(script: Script) -> bytes:
-    """Return the bytes that the server sends after the last part."""
     if script.ending == "error":
         return event({"error": {"message": "as the script wants it", "type": "server_error"}})
     if script.ending == "cut":
@@ -101,16 +99,15 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME].
+    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME], in a cycle.
 
-    After the last script, it begins again with the first. GET /NAME/log returns the log of the answers and clears it.
+    GET /NAME/log returns the log of the answers and clears it.
     """
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer all requests of one connection."""
         with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
@@ -164,7 +161,6 @@ async def _send(writer: asyncio.StreamWriter, status: int, content: str) -> None
 
 
 async def main() -> None:
-    """Serve on a free port of this machine until stdin is closed."""
     server = await asyncio.start_server(ScriptedServer().serve, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:

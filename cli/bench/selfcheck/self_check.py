@@ -1,8 +1,7 @@
-"""Self-check of `bench`: probes load a server with known timing and compare the figures with the server's log.
+"""Self-check of `bench`: probes load a scripted server and compare the figures with the server's log.
 
-The server follows a script. On a busy machine, it may write late, so the figures are compared with the times that it
-logged, not with the script. The client may be late, too. If such a delay explains the error of a figure, the verdict on
-the figure is "disturbed", not "wrong", and the probe is repeated.
+If a delay of the client or the server explains the error of a figure, the verdict on the figure is "disturbed", not
+"wrong", and the probe is repeated.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Probe:
 class FigureCheck:
     """Check of one figure. Times are in ms, rates per second.
 
-    `measured` is the value that `bench` computed, `server` the value by the server's log, and `script` the value that a
-    server on time would give. The error is `measured` - `server`. If its size is at most `allowed`, the figure is
-    right. If it is above `allowed` by at most `excuse`, other work on the machine may be the cause.
+    `measured` is the value that `bench` computed, `server` the value by the server's log, `script` the value of a
+    server on time. The figure is right if `measured` and `server` differ by at most `allowed`. If they differ by up to
+    `excuse` more, other work on the machine may be the cause.
     """
 
     probe: str
@@ -92,7 +91,7 @@ class FigureCheck:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """Outcome of a probe: the checks of its last try. `held_up` is the longest delay of client or server in seconds."""
+    """Checks of a probe's last try. `held_up` is the longest delay of client or server in seconds."""
 
     probe: Probe
     checks: Sequence[FigureCheck]
@@ -101,7 +100,6 @@ class ProbeOutcome:
 
     @property
     def verdict(self) -> Verdict:
-        """Worst verdict of the checks."""
         verdicts = {check.verdict for check in self.checks}
         return "wrong" if "wrong" in verdicts else "disturbed" if "disturbed" in verdicts else "right"
 
@@ -134,8 +132,7 @@ _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_le
 async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[FigureCheck], float]]]) -> ProbeOutcome:
     """Run a probe, and repeat it at most twice while a figure is not right and the machine seems busy.
 
-    `attempt` runs the probe once. It returns the checks, and the longest delay of client or server in seconds. A delay
-    above TYPICAL_S means that the machine is busy.
+    `attempt` returns the checks, and the longest delay of client or server in seconds.
     """
     tries = 1
     while True:
@@ -147,7 +144,6 @@ async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[Fig
 
 
 async def _attempt(root: str, probe: Probe) -> tuple[list[FigureCheck], float]:
-    """Run a probe once. Return its checks, and the longest delay of the client or the server in seconds."""
     async with loop_lags(_LOOK_S) as lags:
         figures, log = await _run(root, probe)
     scripts = SCRIPTS[probe.name]
@@ -162,7 +158,7 @@ async def _attempt(root: str, probe: Probe) -> tuple[list[FigureCheck], float]:
 
 @asynccontextmanager
 async def scripted_server() -> AsyncIterator[str]:
-    """Start the scripted server, yield its URL, and stop it in the end. Raises LlmschedError if it does not start."""
+    """Start the scripted server and yield its URL. Raises LlmschedError if it does not start."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "llmsched.cli.bench.selfcheck.scripted_server"),
         stdin=asyncio.subprocess.PIPE,
@@ -192,7 +188,7 @@ async def _run(root: str, probe: Probe) -> tuple[Measurement, AnswerLog]:
 
 
 async def bench_self(progress: Progress) -> Result:
-    """Run all probes in turn and return the result. Raises LlmschedError if the server does not start."""
+    """Run all probes. Raises LlmschedError if the scripted server does not start."""
     outcomes: list[ProbeOutcome] = []
     async with scripted_server() as root:
         await _run(root, _WARM_UP)
@@ -204,11 +200,7 @@ async def bench_self(progress: Progress) -> Result:
 
 
 def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
-    """Return the checks as a JSON object. Times are in ms, rates per second; `error` is measured - server.
-
-    `right` is True if all figures are right, `wrong` if any figure is wrong. Both are False if figures are disturbed
-    and none is wrong.
-    """
+    """Return the checks as JSON. `right` means that all figures are right, `wrong` that at least one is wrong."""
     return {
         "measured": True,
         "right": all(outcome.verdict == "right" for outcome in outcomes),
@@ -226,7 +218,6 @@ def as_json(outcomes: Sequence[ProbeOutcome]) -> dict[str, Any]:
 
 
 def content(outcomes: Sequence[ProbeOutcome]) -> ReportContent:
-    """Return the content of the report: a table of checks for each probe, and the conclusions."""
     columns = ["", "script", "server", "measured", "error", "allowed", ""]
     tables = []
     for outcome in outcomes:
@@ -271,8 +262,7 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
     """Return the checks of a probe, which compare measured figures with those from the server's log.
 
-    `held_up` is the longest delay of client or server in seconds. If it is above TYPICAL_S, each time may be wrong by
-    twice this delay without being called wrong (see `FigureCheck.excuse`).
+    `held_up` is the longest delay of client or server in seconds.
     """
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
@@ -305,10 +295,9 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
-    """Compute figures from a log, which has the arrival of each request, and the time and tokens of each write.
+    """Return figures from the server's log of answers: arrival, and the time and tokens of each write.
 
-    All answers are measured from `due`, the mean time at which the requests were due. This gives the same mean TTFT and
-    E2E as the due time of each request would, and no answer has to be matched with its request.
+    All answers are measured from `due`, the mean time at which the requests were due, which gives the same means.
     """
     arrivals = [[Arrival(at, tokens) for at, tokens in written] for _, written in log]
     requests = [latency for one in arrivals if (latency := request_latency(due, one)) is not None]
