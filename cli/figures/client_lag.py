@@ -37,11 +37,7 @@ BUSY = "because this machine was busy with other work"
 
 @asynccontextmanager
 async def loop_lags(interval: float = _INTERVAL_S) -> AsyncIterator[list[LoopLag]]:
-    """Measure the lag of the event loop while the block runs. Yield the list that receives the lags.
-
-    A timer is due every `interval` seconds. All timers that fall due while the loop is busy give one lag each, because
-    a single lag would make a long delay count as little as a short one.
-    """
+    """Measure the lag of the event loop while the block runs. Yield the list that receives the lags."""
     lags: list[LoopLag] = []
     watch = asyncio.create_task(_watch(interval, lags))
     try:
@@ -68,11 +64,7 @@ async def _watch(interval: float, lags: list[LoopLag]) -> None:
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """Disable full garbage collections while the block runs. Young objects are still collected.
-
-    A full collection (80 ms with a model's libraries, 200 ms with a million tokens) would look like a stall of every
-    stream.
-    """
+    """Disable full garbage collections while the block runs, because they would look like stalls of every stream."""
     gc.collect()
     gc.freeze()
     young, middle, old = gc.get_threshold()
@@ -86,12 +78,11 @@ def settled_heap() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ClientLag:
-    """Lags of the client in seconds.
+    """Lags of the client in seconds. A lag is None if the event loop was not watched.
 
     `send` is the time from when a request could be sent until the client sent it. `loop` is how late the timers of the
     client's event loop fired. `machine` is the part of `loop` during which the machine gave the client no CPU core.
-    `streaming` has only the loop lags since the first token of the run. `loop`, `machine` and `streaming` are None if
-    the loop was not watched.
+    `streaming` has only the loop lags since the first token of the run.
     """
 
     send: Summary
@@ -101,7 +92,6 @@ class ClientLag:
 
 
 def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
-    """Summarise the client's lags in a run. `done` are the served requests of the run."""
     send = summarise([lag for record in run.records if (lag := record.client_lag) is not None])
     if run.loop_lags is None:
         return ClientLag(send)
@@ -115,11 +105,7 @@ def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:
 
 
 def judge_lag(lag: ClientLag, ttft: Summary, itl: Summary, done: Sequence[ServedRequest]) -> tuple[bool, str | None]:
-    """Decide if the client was so late that the run is invalid. Return the decision and a warning for the user, if any.
-
-    A request that is sent late has a longer TTFT. A lag of the event loop lengthens TTFT and the gaps between chunks.
-    So each lag is compared with the latency that it lengthens.
-    """
+    """Return True if the client was so late that the run is invalid, and a warning for the user, if any."""
     counts = [arrival.tokens for one in done for arrival in one.arrivals if arrival.tokens]
     per_chunk = sum(counts) / len(counts) if counts else 1.0
     send, loop, machine, streaming = (

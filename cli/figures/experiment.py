@@ -1,5 +1,3 @@
-"""Setup of a measured run, as shown in reports."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from llmsched.engine.provenance import Provenance
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Setup of a run: target, load, SLOs, engine settings, and the number of warm-up requests (`warmup`)."""
+    """Setup of a run. `warmup` is the number of warm-up requests."""
 
     name: str
     provenance: Provenance
@@ -24,7 +22,6 @@ class Experiment:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def headline(self) -> str:
-        """Return a line with the word MEASURED or SIMULATED, the target and the load."""
         work, origin = self.workload, self.provenance
         return (
             f"{origin.label} {self.name} ({origin.where}): {work.describe_requests()}, {work.describe()}, "
@@ -33,7 +30,5 @@ class Experiment:
 
 
 class MeasuredRun(NamedTuple):
-    """Setup of a run together with the figures of the run."""
-
     experiment: Experiment
     figures: Measurement

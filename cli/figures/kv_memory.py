@@ -1,5 +1,3 @@
-"""Usage of KV memory during a run: sampled over time and, for an engine in this process, observed at every step."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,9 +21,8 @@ DEFINITIONS = {
 class TargetState(NamedTuple):
     """State of a target at `time` in seconds. A value that the target does not report is None.
 
-    The last three values are shares of all KV memory. `kv_held` is the share that requests hold, including room in
-    which there is no KV yet. `kv_empty` is the share of that room. `kv_cached` is the share that only the prefix cache
-    holds.
+    The last three values are shares of all KV memory: `kv_held` belongs to requests, `kv_empty` is the part of
+    `kv_held` without KV yet, and `kv_cached` belongs only to the prefix cache.
     """
 
     time: float
@@ -37,7 +34,6 @@ class TargetState(NamedTuple):
 
 
 def target_state(time: float, running: int, waiting: int, use: KVUsage) -> TargetState:
-    """Return the state of an engine at `time`, given its usage of KV memory."""
     total = max(1, use.total)
     return TargetState(time, running, waiting, use.held / total, use.empty / total, use.cached / total)
 
@@ -46,14 +42,13 @@ def target_state(time: float, running: int, waiting: int, use: KVUsage) -> Targe
 class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
-    `total` is the capacity of KV memory in tokens. `peak` is the largest number of these tokens that requests held
-    after a step. `held_steps` counts the steps after which requests held KV memory. `shares` is a sum over these steps:
-    the share of the held memory that was empty.
+    `peak` and `total` are in tokens. `held_steps` counts the steps in which requests held KV memory, and `empty_shares`
+    adds up which share of the held memory was empty in each of these steps.
     """
 
     steps: int = 0
     held_steps: int = 0
-    shares: float = 0.0
+    empty_shares: float = 0.0
     peak: int = 0
     total: int = 0
 
@@ -63,27 +58,26 @@ class KVMeter:
         self.peak = max(self.peak, use.held)
         if use.held:
             self.held_steps += 1
-            self.shares += use.empty / use.held
+            self.empty_shares += use.empty / use.held
 
     def take(self) -> KVMeter:
-        """Return a copy of the meter, and reset all counts of the meter except `total` to 0."""
-        taken = KVMeter(self.steps, self.held_steps, self.shares, self.peak, self.total)
+        """Return a copy of the meter, and reset its counts to 0."""
+        taken = KVMeter(self.steps, self.held_steps, self.empty_shares, self.peak, self.total)
         self.steps = self.held_steps = self.peak = 0
-        self.shares = 0.0
+        self.empty_shares = 0.0
         return taken
 
     @property
     def waste(self) -> float | None:
-        """Share of held KV memory that was empty, averaged over steps; None if requests never held any."""
-        return self.shares / self.held_steps if self.held_steps else None
+        """Share of held KV memory that was empty, averaged over steps."""
+        return self.empty_shares / self.held_steps if self.held_steps else None
 
 
 def merged(meters: Sequence[KVMeter]) -> KVMeter:
-    """Merge the meters of several runs with the same amount of KV memory: add their counts, take the highest peak."""
     return KVMeter(
         steps=sum(meter.steps for meter in meters),
         held_steps=sum(meter.held_steps for meter in meters),
-        shares=sum(meter.shares for meter in meters),
+        empty_shares=sum(meter.empty_shares for meter in meters),
         peak=max(meter.peak for meter in meters),
         total=max(meter.total for meter in meters),
     )
@@ -93,9 +87,8 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 class MemoryUsage:
     """Memory usage of a target during a run, from all `steps` of an engine or from `samples` of the target's state.
 
-    Shares refer to all KV memory, except `kv_waste`: that is the empty share of the KV memory that requests held,
-    averaged over the steps or samples in which they held any. `mean_kv_share` is the share that requests held, averaged
-    over samples; `peak_kv_share` is the largest. `parts` is in bytes.
+    `kv_waste` is the mean empty share of the KV memory that requests held. The other shares refer to all KV memory.
+    `parts` is in bytes.
     """
 
     steps: int | None
@@ -107,12 +100,12 @@ class MemoryUsage:
 
     @property
     def peak_kv(self) -> int | None:
-        """Most KV memory held by requests, in bytes; None if unknown."""
+        """Most KV memory held by requests, in bytes."""
         return None if self.parts is None else round(self.peak_kv_share * self.parts.kv)
 
     @property
     def peak(self) -> int | None:
-        """Memory that this load needs (weights, activations and peak KV) in bytes; None if unknown."""
+        """Memory that this load needs, in bytes: weights, activations and peak KV."""
         if self.parts is None or self.peak_kv is None:
             return None
         return self.parts.weights + self.parts.activations + self.peak_kv

@@ -1,5 +1,3 @@
-"""Latency distributions of a run, with confidence intervals of their P99."""
-
 from __future__ import annotations
 
 import heapq
@@ -26,18 +24,14 @@ _TOP = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary(Summary):
-    """Distribution of one latency in seconds. `p99_ci95` is the 95 % bootstrap confidence interval of the P99."""
+    """Distribution of one latency in seconds. `p99_ci95` is the 95 % confidence interval of the P99."""
 
     p99_ci95: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latency distributions of the completed requests, in seconds.
-
-    `stalls` lists the requests with the longest stalls: the index of each request, and its worst stall. `Stall.at` is
-    in seconds after the start of the run.
-    """
+    """Latency distributions of the completed requests, in seconds. `stalls` has the longest stalls."""
 
     ttft: LatencySummary
     itl: LatencySummary
@@ -52,9 +46,8 @@ class Latencies:
 class ReadingPauses:
     """Pauses noticed by a reader who reads `tokens_per_s` tokens per second.
 
-    `waits` has one sample in seconds for each late token, for which the reader has to wait. `late_tokens` is the share
-    of late tokens among the tokens of served requests. `interrupted` is the share of all requests that had a late token
-    or failed.
+    `waits` has the seconds that the reader waits for each late token, and `late_tokens` is the share of such tokens.
+    `interrupted` is the share of requests that had a late token or failed.
     """
 
     tokens_per_s: float
@@ -64,10 +57,7 @@ class ReadingPauses:
 
 
 def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start: float) -> Latencies:
-    """Summarise the latencies of a run's served requests.
-
-    `connect` has the seconds that opening each connection took. `start` is the time at which the run started.
-    """
+    """Summarise the latencies of a run that began at `start`. `connect` has the seconds to open each connection."""
     latencies = [one.latency for one in done]
     worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
     stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
@@ -111,8 +101,8 @@ def p99_interval(requests: Sequence[Sequence[float]]) -> tuple[float, float] | N
     """Return the 95 % bootstrap confidence interval of the P99, from the samples of each request.
 
     Whole requests are resampled, because the gaps within a request are not independent (Davison and Hinkley, Bootstrap
-    Methods and their Application, section 3.8). The seed is fixed. Return None for fewer than two requests. No resample
-    exceeds the largest sample, so with few requests the upper end is too low.
+    Methods and their Application, section 3.8). Return None for fewer than two requests. With few requests, the upper
+    end is too low.
     """
     sizes = np.array([len(samples) for samples in requests if len(samples)])
     if len(sizes) < 2:

@@ -1,5 +1,3 @@
-"""Figures that the progress display shows during a run."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -22,7 +20,7 @@ _INTERVAL_S = 0.2
 
 
 class LiveFigures:
-    """Figures of the latest requests and the number of requests in flight, as text for the progress display."""
+    """Figures of the latest requests, as text for the progress display."""
 
     def __init__(self, now: Callable[[], float], tell: Callable[[str], None] = detail) -> None:
         self._now = now
@@ -45,7 +43,7 @@ class LiveFigures:
         return counted
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request that was served or failed. Update the progress text if the last update is old enough."""
+        """Count a request that was served or failed, and update the display."""
         now = self._now()
         self._ends.append(now)
         if (one := served(record, None)) is not None:
@@ -55,7 +53,6 @@ class LiveFigures:
             self._tell(self.sentence())
 
     def sentence(self) -> str:
-        """Return the rate, the number of requests in flight, and the medians of the latest requests as text."""
         since = self._ends[0] if len(self._ends) == _LATEST else self._start
         parts = [f"{self._running} running"]
         if (elapsed := self._now() - since) > 0:

@@ -37,10 +37,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Token counts of the completed requests. `source` says how output tokens were counted.
-
-    `prefix_hit_rate` is the share of prompt tokens that the target's prefix cache served.
-    """
+    """Token counts of the completed requests. `source` says how output tokens were counted."""
 
     input: int | None
     output: int
@@ -71,7 +68,6 @@ class Measurement:
 
     @property
     def latencies(self) -> list[RequestLatency]:
-        """Latencies of each completed request."""
         return [one.latency for one in self.served]
 
     @property
@@ -81,7 +77,6 @@ class Measurement:
 
     @property
     def memory(self) -> MemoryUsage | None:
-        """Memory usage of the target; None if the target does not report it."""
         return memory_usage(self.run.samples, self.run.memory, self.run.meter)
 
 
@@ -130,10 +125,6 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
 
 
 def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
-    """Return the share of prompt tokens served from cache; None if the target reports no cached tokens at all.
-
-    vLLM omits the count for a request without a cache hit, so a missing count means 0 if any request has a count.
-    """
     stated = [record.usage for record in records if record.usage.prompt_tokens]
     if all(usage.cached_tokens is None for usage in stated):
         return None
@@ -141,11 +132,7 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _cache_warnings(run: RunRecord) -> Iterator[str]:
-    """Yield a warning if the target served more from its cache than the prompts of the load have in common.
-
-    Prompts also have the text in common that a chat template adds to each of them. Its length is estimated as the
-    smallest number of tokens that the template adds to any prompt.
-    """
+    """Yield a warning if the target's prefix cache served more than the prompts of the load have in common."""
     records = [record for record in run.records if record.usage.prompt_tokens]
     hit_rate = _hit_rate(records) if records and run.repeated_share is not None else None
     if hit_rate is None or run.repeated_share is None:
@@ -162,10 +149,6 @@ def _cache_warnings(run: RunRecord) -> Iterator[str]:
 
 
 def _warnings(done: Sequence[ServedRequest], source: str | None, gaps: int) -> Iterator[str]:
-    """Yield warnings about estimated token counts, short answers and too few samples for a P99.
-
-    `gaps` is the number of ITL samples.
-    """
     if source in (RETOKENISED, CHUNKS):
         yield f"the target reported no token usage; output tokens are estimated ({source})"
     asked = [(one.record.asked_tokens, sum(arrival.tokens for arrival in one.arrivals)) for one in done]

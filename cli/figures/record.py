@@ -1,4 +1,4 @@
-"""Records that the client fills in during a run. The figures are computed from them afterwards."""
+"""Records that the client fills in during a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not a fault of the program
-    """Failure of a request. Failures are counted by `reason`, a short name. `detail` is the server's message."""
+    """Failure of a request. `reason` is a short name, `detail` the server's message."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -33,8 +33,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ReportedUsage:
-    """Token counts of a request as the target reports them; None for a count that the target does not report."""
-
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
@@ -44,12 +42,10 @@ class ReportedUsage:
 class RequestRecord:
     """Record of one request. Times are seconds on the event loop's clock, None for events that did not happen.
 
-    `scheduled` is when the request should have been sent. `ready` is when --max-concurrency allowed the client to send
-    it, never before `scheduled`. `connecting` is when the client began to open a connection, `connected` when it was
-    open; both are None if the client reused a connection. `sent` is when the first byte was written. `end` is when the
-    response ended or failed. `asked_tokens` is the exact output length requested, None if the answer may be shorter.
-    `prompt_len` is the length of the prompt in tokens; each word of a text counts as one. `timeline` has the decisions
-    of the target's scheduler.
+    `scheduled` is when the request should have been sent, and `ready` is when --max-concurrency allowed the client to
+    send it. `connecting` and `connected` are None if the client reused a connection. `sent` is when the first byte was
+    written, `end` when the response ended or failed. `asked_tokens` is the exact output length requested, None if the
+    answer may be shorter. `prompt_len` is in tokens; each word of a text counts as one.
     """
 
     index: int
@@ -112,9 +108,8 @@ class RunRecord:
     """Record of one run of a load. All times are seconds on one clock. None means unknown.
 
     `own_process` is False if the client ran in the target's process, where loop lag is part of the target's latency.
-    `interrupted` means that the user ended the run. Requests in flight at that moment have no record. `repeated_share`
-    is the share of prompt tokens that repeat the start of an earlier prompt of the load: the most that a prefix cache
-    can serve if it held nothing before the run. For a target in this process, `repeated_share` is None.
+    `interrupted` means that the user ended the run. `repeated_share` is the share of prompt tokens that repeat the
+    start of an earlier prompt of the load, which limits what a prefix cache can serve.
     """
 
     records: Sequence[RequestRecord]

@@ -23,8 +23,6 @@ Unit = Literal["", "count", "s", "ms", "/s", "share", "bytes"]
 
 
 class Place(Flag):
-    """Places where a figure is shown."""
-
     #: `bench --json`.
     JSON = auto()
     #: TOTALS and LATENCIES are tables. OWN_TABLE is a separate table or sentence (see bench/report/run_report.py).
@@ -43,10 +41,10 @@ class Place(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Figure of a run. `name` is the JSON key of the figure, `label` its name in tables.
+    """Figure of a run. `name` is its JSON key, `label` its name in tables.
 
-    `definition` has the definitions that reports print with the figure: it maps each term to a sentence. If the JSON
-    value is an object, `csv_keys` and `ratio_keys` name the entries that CSV and --compare show.
+    `definition` maps each term that reports explain to a sentence. If the JSON value is an object, `csv_keys` and
+    `ratio_keys` name the entries that CSV and --compare show.
     """
 
     name: str
@@ -66,13 +64,12 @@ class Figure:
         return value * 1e3 if self.unit == "ms" and value is not None else value
 
     def row(self, run: MeasuredRun) -> list[str] | None:
-        """Return the row of the table of totals: label and value. Return None if there is no value and no unit."""
+        """Return label and value for the table of totals, or None if there is no value and no unit."""
         value = self.get(*run)
         return None if value is None and not self.unit else [self.label, format_value(value, self.unit)]
 
 
 def format_value(value: float | None, unit: Unit) -> str:
-    """Return a value of `Figure.get` as text with its unit."""
     if value is None:
         return "n/a"
     if unit == "ms":
@@ -83,7 +80,7 @@ def format_value(value: float | None, unit: Unit) -> str:
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
-    """Return a summary of times as a JSON object. `summary` is in seconds, the result in milliseconds."""
+    """Return a summary of times in seconds as JSON in milliseconds."""
 
     def scaled(value: Any) -> Any:
         return [limit * 1e3 for limit in value] if isinstance(value, tuple) else None if value is None else value * 1e3
@@ -117,13 +114,11 @@ def _reading_json(_: Experiment, figures: Measurement) -> dict[str, Any] | None:
 
 
 def _memory_json(used: kv_memory.MemoryUsage) -> dict[str, Any]:
-    """Return the parts of memory in bytes, the mean KV share, and the numbers of samples and steps."""
     parts = {} if used.parts is None else used.parts._asdict()
     return {**parts, "mean_kv_share": used.mean_kv_share, "looks": used.samples, "steps": used.steps}
 
 
 def _sent_text(_: Experiment, figures: Measurement) -> str:
-    """Return as text the rate at which requests were sent, with the scheduled and the requested rate, if any."""
     rates = figures.rates
     wanted = [
         *([] if rates.scheduled is None else [f"scheduled {rates.scheduled:.2f}"]),
@@ -174,14 +169,12 @@ def _latency(label: str, get: Callable[[Experiment, Measurement], Summary], show
 def _goodput(
     name: str, unit: Unit, get: Callable[[Goodput], Any], shown_in: Place, label: str = "", *terms: str, **more: Any
 ) -> Figure:
-    """Return a figure whose value is None if the run has no goodput."""
     return Figure(name, unit, lambda e, m: (good := m.goodput) and get(good), shown_in, label, _define(*terms), **more)
 
 
 def _memory(
     name: str, unit: Unit, get: Callable[[kv_memory.MemoryUsage], Any], shown_in: Place, label: str = ""
 ) -> Figure:
-    """Return a figure of the target's memory. A `label` is the figure's name in tables, and a term that it defines."""
     definition = _define(label) if label else {}
     return Figure(name, unit, lambda e, m: (used := m.memory) and get(used), shown_in, label, definition)
 
@@ -265,10 +258,7 @@ def figures_in(places: Place) -> list[Figure]:
 
 
 def paths_in(place: Literal[Place.CSV, Place.RATIOS]) -> list[tuple[Figure, tuple[str, ...]]]:
-    """Return the figures shown in a place, each with the path of a value in the JSON report.
-
-    A figure whose JSON value is an object appears once per entry shown.
-    """
+    """Return the figures shown in a place, each with the path of a value in the JSON report."""
     found: list[tuple[Figure, tuple[str, ...]]] = []
     for figure in figures_in(place):
         keys = figure.csv_keys if place is Place.CSV else figure.ratio_keys
@@ -287,7 +277,7 @@ def look_up(report: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
-    """Return the JSON report of a run. The key names give the units. Unknown figures are null."""
+    """Return the JSON report of a run. Unknown figures are null."""
     run = MeasuredRun(experiment, figures)
     report = {figure.name: figure.json(run) for figure in figures_in(Place.JSON)}
     return {**report, "definitions": {**DEFINITIONS, **definitions_in(Place.JSON)}}

@@ -1,5 +1,3 @@
-"""Rates of a run: over the whole run, and in the steady state, which excludes ramp-up and ramp-down."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,10 +19,9 @@ Window = tuple[float, float]
 class Rates:
     """Rates per second. A rate is None if unknown.
 
-    Steady-state rates are measured within `steady_window`, in seconds after the start of the run. If it is None or too
-    short, they are measured from the first token or completed request to the end of the run. `asked` is the mean
-    request rate that the load asks for. `scheduled` is the rate at which requests were due (None for a closed loop),
-    and `achieved` the rate at which they were sent (None if all were sent at once).
+    Steady-state rates exclude ramp-up and ramp-down. `steady_window` is in seconds after the start of the run. `asked`
+    is the mean request rate that the load asks for. `scheduled` is the rate at which requests were due (None for a
+    closed loop), and `achieved` the rate at which they were sent (None if all were sent at once).
     """
 
     output_tokens: float | None
@@ -38,7 +35,6 @@ class Rates:
 
 
 def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> Rates:
-    """Compute the rates of a run; `done` are its served requests."""
     tokens = [arrival for one in done for arrival in one.arrivals]
     completions = [Arrival(one.record.end, 1) for one in done if one.record.end is not None]
     sent = [Arrival(record.sent, 1) for record in run.records if record.sent is not None]
@@ -60,9 +56,8 @@ def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> R
 def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
     """Return the start and end of the steady state, on the clock of the records; None if that state is too short.
 
-    The state starts one median E2E after the start of the run, because from then on about as many requests end as are
-    sent. The state ends with the first request that ends after the last request was sent, because from then on fewer
-    requests are in flight. A request that could not connect counts as sent, because the target failed to serve it.
+    It starts one median E2E after the start of the run, when about as many requests end as are sent. It ends with the
+    first request that ends after the last one was sent.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]
@@ -76,12 +71,7 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
 
 
 def _rate_within(arrivals: Sequence[Arrival], window: Window | None, whole: Window) -> float | None:
-    """Return how much arrived per second from the first arrival in `window` to the end of `window`.
-
-    `arrivals` are the arrivals of tokens, or the ends of requests. If the interval is shorter than STEADY_SHARE of the
-    run, or `window` is None, the rate is measured within `whole`, the whole run, instead. Returns None if the interval
-    in `whole` is too short as well.
-    """
+    """Return the arrivals per second in `window` or, if `window` is None or too short, in `whole`."""
     for low, high in (whole,) if window is None else (window, whole):
         # 1e-9 allows for rounding of times that were summed in another order.
         inside = [arrival for arrival in arrivals if low - 1e-9 <= arrival.time <= high + 1e-9]

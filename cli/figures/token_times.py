@@ -29,10 +29,7 @@ class ServedRequest:
 
 
 def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedRequest | None:
-    """Return a request with its latencies; None if the request did not complete or got no token.
-
-    `count_tokens` counts the tokens of a text. It is used if the target reports no token counts.
-    """
+    """Return a request with its latencies; None if the request did not complete or got no token."""
     if not record.completed:
         return None
     placed, counted_by = arrivals(record, count_tokens)
@@ -41,7 +38,10 @@ def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedReq
 
 
 def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[list[Arrival], str]:
-    """Return the arrivals of a request's tokens, and the source of the token count (EXACT, USAGE, ...)."""
+    """Return the arrivals of a request's tokens, and the source of the token count (EXACT, USAGE, ...).
+
+    `count_tokens` counts the tokens of a text if the target reports no token counts.
+    """
     chunks = record.chunks
     told = sum(chunk.tokens or 0 for chunk in chunks)
     times = [chunk.time for chunk in chunks if chunk.text]
@@ -62,7 +62,7 @@ def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[l
 
 
 def worst_source(requests: Sequence[ServedRequest]) -> str | None:
-    """Return the least reliable source of the requests' token counts; None if there are no requests."""
+    """Return the least reliable source of the requests' token counts."""
     used = {one.counted_by for one in requests}
     return next((source for source in (CHUNKS, RETOKENISED, USAGE, EXACT) if source in used), None)
 

@@ -1,5 +1,3 @@
-"""Analysis of one model on one device: the memory plan, the changes that would make the demand fit, and notes."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
 class BudgetAnalysis:
     """Memory plan of the model `spec` on one device, compared with the demand of the user.
 
-    `has_demand` is True if --users or --context was given. `mean_len` (in tokens) and `quantization` are the
-    values of --mean-len and --quantization. `refusal` is the reason why `llmsched serve` refuses the model, if it does.
+    `has_demand` is True if --users or --context was given. `mean_len` is in tokens. `refusal` is the reason why
+    `llmsched serve` refuses the model, if it does.
     """
 
     spec: str
@@ -59,7 +57,7 @@ class BudgetAnalysis:
 
     @property
     def problem(self) -> str | None:
-        """Reason why the plan does not meet the demand, or why the answer is not known; None if it meets the demand."""
+        """Reason why the plan does not meet the demand or the answer is unknown; None if the plan meets the demand."""
         return self.demand.shortfall(self.plan) or self.shape.weights.doubt
 
     @property
@@ -71,14 +69,13 @@ class BudgetAnalysis:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes that would make the demand fit, the cheapest first. Empty if it fits or the weights are unknown."""
+        """Changes that would make the demand fit, the cheapest first."""
         if self.fits or self.shape.weights.doubt is not None:
             return []
         known = [(spec.key, gpu_device(spec)) for spec in gpus().values()]
         return changes(self.planner, self.config, self.device, self.demand, known)
 
     def notes(self) -> Iterator[str]:
-        """Yield the notes for the report: on the plan, the layers, the device, and what `llmsched serve` can do."""
         plan = self.plan
         if self.planner.origin == SHIPPED:
             yield f"config.json of {self.spec} is {SHIPPED}; the hub was not asked"
@@ -138,6 +135,6 @@ class BudgetAnalysis:
 
 
 def any_fits(analyses: Iterable[BudgetAnalysis]) -> bool | None:
-    """Return True if at least one plan fits, False if no plan fits, None if no plan surely fits but one might."""
+    """Return True if any plan fits, False if none does, None if the answer is unknown."""
     answers = [analysis.fits for analysis in analyses]
     return True if True in answers else None if None in answers else False

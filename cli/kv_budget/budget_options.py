@@ -1,5 +1,3 @@
-"""Flags of kv-budget that are not engine flags, and the devices and request lengths that they select."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ _MAX_CV = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BudgetOptions:
-    """Values of the flags that only kv-budget has. None stands for a flag that was left out."""
+    """Flags that only kv-budget has."""
 
     gpu: Annotated[
         str | None,
@@ -151,11 +149,9 @@ class BudgetOptions:
         return [gpu_device(_find_gpu("simulate", (self.simulate or "").partition(":")[0], ", or local"))]
 
     def distribution(self, config: EngineConfig) -> LengthDistribution | None:
-        """Return the request lengths that the flags describe, or None if they do not describe any.
+        """Return the request lengths of --lengths, or of --mean-len and --cv-len, if given.
 
-        The lengths are those in the file of --lengths. Without this flag, they have the mean --mean-len and the
-        coefficient of variation --cv-len, if both are given. Raises ConfigError if the file is not valid, or if
-        --mean-len exceeds max_model_len.
+        Raises ConfigError if the file is not valid, or if --mean-len exceeds max_model_len.
         """
         limit = config.max_model_len
         if self.mean_len is not None and limit is not None and self.mean_len > limit:
@@ -175,10 +171,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. If it is unknown, raise a ConfigError for the setting `field`.
-
-    The error lists the known names and ends in `alternative`, which names another allowed value.
-    """
+    """Return the GPU `name`. Raises ConfigError, which names the flag `field` and ends in `alternative`."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

@@ -1,5 +1,3 @@
-"""`llmsched kv-budget`: compute the KV memory and the number of sequences that fit, by the memory plan of `serve`."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -82,7 +80,6 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
 
 
 def _show_serve_line(analysis: BudgetAnalysis) -> None:
-    """End the report with the command line that `serve_line` returns, if any."""
     if (line := serve_line(analysis)) is not None:
         if not analysis.fits:
             render.say("with the cheapest change that works on this device:")
@@ -90,7 +87,6 @@ def _show_serve_line(analysis: BudgetAnalysis) -> None:
 
 
 def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) -> list[BudgetAnalysis]:
-    """Return an analysis for each selected device. Raises ModelError for a bad model, ConfigError for a bad flag."""
     given = {**engine_options.given, **({} if options.users is None else {"max_num_seqs": options.users})}
     config = config_for_demand(engine_options.config(spec), engine_options.given, options.users, options.context)
     lengths, devices = options.distribution(config), options.devices(config)

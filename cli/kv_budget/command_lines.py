@@ -1,5 +1,3 @@
-"""Command lines that start llmsched, vLLM or SGLang with the memory plan of kv-budget."""
-
 from __future__ import annotations
 
 import re
@@ -22,10 +20,7 @@ _GIB = 1 << 30
 
 
 def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
-    """Return the command that starts `engine` with the analysis's model, dtypes, lengths and memory.
-
-    Raises ConfigError if MODEL is a JSON file that does not say which model it describes (see `_model`).
-    """
+    """Return the command that starts `engine` with the plan. Raises ConfigError if it cannot name the model."""
     model = _model(analysis)
     if model is None:
         raise ConfigError("emit", f"{analysis.spec} names no model; give its directory or its hub id as MODEL")
@@ -33,7 +28,7 @@ def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
 
 
 def serve_line(analysis: BudgetAnalysis) -> str | None:
-    """Return the `llmsched serve` command of the plan, or None if the command would fail or the plan is for vLLM.
+    """Return the `llmsched serve` command of the plan, or None if `serve` cannot run the plan.
 
     If the demand does not fit, the command has the settings of the cheapest change that makes it fit on this device.
     """
@@ -60,12 +55,7 @@ def with_vllm_defaults(config: EngineConfig, given: Mapping[str, Any], device: D
 
 
 def _model(analysis: BudgetAnalysis) -> str | None:
-    """Return the model's directory, .gguf file or hub id; None if MODEL is a JSON file that names no model.
-
-    If MODEL is a config.json beside weights, the result is their directory. For any other JSON file, it is the hub id
-    in the field _name_or_path, or else the hub id in the file's name (ORGANISATION--NAME_config.json). If both are
-    missing, the result for a file called config.json is the directory of the file.
-    """
+    """Return the model's directory, .gguf file or hub id; None if MODEL is a JSON file that names no model."""
     spec, path = analysis.spec, Path(analysis.spec)
     if path.suffix != ".json":
         return str(analysis.planner.directory) if spec == "demo" else spec
@@ -100,10 +90,6 @@ def _vllm(analysis: BudgetAnalysis, model: str) -> Iterator[str]:
 
 
 def _sglang(analysis: BudgetAnalysis, model: str) -> Iterator[str]:
-    """Yield the words of the command that starts SGLang.
-
-    SGLang's memory fraction covers weights and KV, but not activations.
-    """
     plan, config = analysis.plan, analysis.config
     yield from ("python", "-m", "sglang.launch_server", "--model-path", model, "--dtype", analysis.dtype)
     yield from _online_fp8(analysis)
@@ -122,6 +108,5 @@ def _sglang(analysis: BudgetAnalysis, model: str) -> Iterator[str]:
 
 
 def _online_fp8(analysis: BudgetAnalysis) -> Iterator[str]:
-    """Yield the flag of vLLM and SGLang that quantises 16-bit weights while loading, if --quantization asks for it."""
     if analysis.quantization:
         yield from ("--quantization", analysis.quantization)

@@ -74,7 +74,7 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
 
 
 def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[str, Any]:
-    """Return the document of `kv-budget --gpu all --json`: the model, and an entry for each GPU."""
+    """Return the document of `kv-budget --gpu all --json`."""
     first = compared[0][1]
     return {
         "model": first.spec,
@@ -126,10 +126,7 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
-    """Return how many requests of `analysis.lengths` fit, and the probability that a step preempts a request.
-
-    Returns None if the lengths are unknown, if the model does not fit, or if no request fits max_model_len.
-    """
+    """Return how many requests of `analysis.lengths` fit, and the probability that a step preempts a request."""
     plan, lengths = analysis.plan, analysis.lengths
     if lengths is None or not plan.fits or (kept := lengths.within(plan.max_model_len)) is None:
         return None

@@ -1,5 +1,3 @@
-"""Simulated speed of serving as many sequences as fit, with the real scheduler on a virtual clock."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +7,7 @@ from llmsched.cli.kv_budget.analysis import BudgetAnalysis
 from llmsched.profiles.calibrated import LOCAL
 
 #: Default length of the sequences in tokens, and the share of it that is prompt.
-_LENGTH = 2048
+_DEFAULT_LENGTH = 2048
 _PROMPT_SHARE = 0.75
 
 
@@ -17,8 +15,7 @@ def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], lis
     """Simulate a closed loop on `device` with as many running requests as admission allows, but at most --users.
 
     Return the JSON document (times in milliseconds, rates per second) and sentences about its accuracy, or None if the
-    model does not fit. Raises ConfigError for an unknown GPU, or if `device` is "local" and `llmsched calibrate` has
-    not measured the model on this machine.
+    model does not fit. Raises ConfigError for an unknown GPU, or a "local" device without calibration of the model.
     """
     from llmsched.cli.figures.measure import measure
     from llmsched.cli.load.synthetic_load import SyntheticLoad
@@ -31,7 +28,7 @@ def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], lis
     planner, config = analysis.planner, analysis.config
     blueprint = local_blueprint(planner, config) if device == LOCAL else gpu_blueprint(planner, config, device)
     plan, provenance = blueprint.plan, blueprint.provenance
-    length = max(2, min(analysis.demand.context or analysis.mean_len or _LENGTH, plan.max_model_len))
+    length = max(2, min(analysis.demand.context or analysis.mean_len or _DEFAULT_LENGTH, plan.max_model_len))
     output_len = max(1, length - round(_PROMPT_SHARE * length))
     concurrency = plan.num_admitted_at(length)
     if analysis.has_demand:
@@ -59,7 +56,6 @@ def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], lis
 
 
 def show(document: dict[str, Any], caveats: list[str]) -> None:
-    """Print the figures in one line, then the sentences about their accuracy."""
     medians = "".join(
         f", {name} {render.human_seconds(value / 1e3)}"
         for name, value in (("TPOT", document["tpot_ms"]), ("TTFT", document["ttft_ms"]))

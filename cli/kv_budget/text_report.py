@@ -1,5 +1,3 @@
-"""Terminal reports of kv-budget: the layers, the memory formula with its numbers, and the sequences that fit."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,7 +13,6 @@ from llmsched.profiles.gpus import GpuSpec
 
 
 def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
-    """Print the report on one device. `document` is the JSON document of `analysis`."""
     plan, groups = analysis.plan, document["groups"]
     kv_type = "" if analysis.kv_dtype == analysis.dtype else f", KV in {analysis.kv_dtype}"
     render.say(f"{analysis.spec} in {analysis.dtype}{kv_type} on {plan.device.name} ({plan.confidence})")
@@ -59,16 +56,12 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:
-    """Return the head dimension of a group of layers as text, with `factor` before it, such as "2 x 128".
-
-    If keys and values have different dimensions, return both without the factor, such as "192 + 128".
-    """
+    """Return the head dimensions of a group of layers, such as "2 x 128", or "192 + 128" if keys and values differ."""
     key, value = group["head_dim_k"], group["head_dim_v"]
     return f"{factor}{key}" if key == value else f"{key} + {value}"
 
 
 def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the table row of a group of layers. The column "B per token here" is what this engine caches."""
     if group["kind"] == "state":
         return ("state", str(group["layers"]), "", "", "", "0", "0", f"{group['state_bytes_per_seq']:,}")
     return (
@@ -84,7 +77,6 @@ def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the memory formula with the numbers of the plan."""
     plan, layout = analysis.plan, analysis.plan.layout
     for group in groups:
         yield _group_line(group, plan.kv_dtype_bytes)
@@ -118,7 +110,6 @@ def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator
 
 
 def _group_line(group: dict[str, Any], kv_dtype_bytes: int) -> str:
-    """Return the formula's line on one group of layers: its kind, the product of its sizes, and the result."""
     layers = f"{group['layers']} layers x"
     if group["kind"] == "state":
         total = group["state_bytes_per_seq"]
@@ -151,7 +142,6 @@ def _kv_memory(analysis: BudgetAnalysis) -> str:
 
 
 def _show_lengths(lengths: dict[str, Any]) -> None:
-    """Print how many requests of mixed lengths fit, and the probability that a step preempts a request."""
     render.say()
     mix = f"{lengths['requests']:,} requests, mean {lengths['mean']:,.0f} tokens, CV {lengths['cv']:.2f}"
     render.say(f"Lengths: {lengths['source']}, {mix}")
@@ -176,7 +166,6 @@ def _probability(row: dict[str, Any]) -> str:
 
 
 def _show_answer(document: dict[str, Any]) -> None:
-    """Print that the demand fits, or why it does not and which changes would help, or why the answer is unknown."""
     if document["fits"]:
         if document["users"] is not None:
             render.say(f"fits: {document['users']:,} requests of {document['context']:,} tokens at the same time")
@@ -197,7 +186,6 @@ def _show_answer(document: dict[str, Any]) -> None:
 
 
 def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
-    """Print the table of `--gpu all`, with a row for each GPU in the order of `compared`."""
     first, document = compared[0][1], comparison_document(compared)
     wanted = f" for {document['users']:,} requests" if first.has_demand else ""
     columns = ("GPU", "memory", "dtype", "KV", "tokens", "max_model_len", "fit at once", "fits", "GPUs needed")

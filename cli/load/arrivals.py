@@ -1,8 +1,7 @@
 """Random arrival times of requests, at a rate that may change over time and with random gaps.
 
-First, arrivals with independent gaps are drawn at a mean rate of 1 per unit of time. Then they are stretched in time:
-request k is due when the integral of the rate since the start equals the time of the k-th of these arrivals. This is
-the time rescaling of an inhomogeneous Poisson process.
+Request k is due when the integral of the rate since the start equals the k-th arrival at a mean rate of 1: the time
+rescaling of an inhomogeneous Poisson process.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ class Arrivals:
     """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
 
     All gaps of the `process` "constant" are equal. Otherwise they have a gamma distribution with a coefficient of
-    variation of 1 / sqrt(burstiness): a `burstiness` of 1 gives Poisson arrivals, a smaller one bursts, and a larger
-    one steadier arrivals. `ramp_to` is the rate at the end of a ramp. The rate of "daynight" follows a cosine with a
-    period of `day_period` seconds: it rises from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) in half a
-    period, and falls in the other half. Raises ConfigError if a setting is out of range or has no effect.
+    variation of 1 / sqrt(burstiness), which is a Poisson process for a `burstiness` of 1. The rate of "daynight"
+    follows a cosine from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) and back in `day_period` seconds.
+    Raises ConfigError if a setting is out of range or has no effect.
     """
 
     rate: float
@@ -78,7 +76,6 @@ class Arrivals:
         return self.rate if self.ramp_to is None else (self.rate + self.ramp_to) / 2
 
     def describe(self) -> str:
-        """Return a description of the schedule in words."""
         burst = "" if self.burstiness == 1 else f" (burstiness {self.burstiness:g})"
         if self.process == "ramp":
             return f"arrivals that ramp from {self.rate:g} to {self.ramp_to:g} requests/s{burst}"
@@ -94,8 +91,8 @@ class Arrivals:
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
         """Return the times of requests in seconds after the start, in ascending order. The first is 0.
 
-        There are at most `count` requests, and all times are below `duration` seconds. Either may be None, but not
-        both. A ramp ends at `duration` or, without a duration, with the last request.
+        There are at most `count` requests, and all times are below `duration` seconds; one of the two may be None. A
+        ramp ends at `duration` or, without it, with the last request.
         """
         if duration is None:
             if count is None:
@@ -111,10 +108,7 @@ class Arrivals:
         return due[due < duration][:count]
 
     def _unit_times(self, generator: np.random.Generator, count: int) -> Times:
-        """Return the times of `count` arrivals at a mean rate of 1 per unit of time, in ascending order.
-
-        The first time is 0.
-        """
+        """Return the times of `count` arrivals at a mean rate of 1, in ascending order from 0."""
         if self.process == "constant":
             return np.arange(count, dtype=np.float64)
         gaps = max(0, count - 1)

@@ -20,11 +20,9 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Request of a load for `output_len` tokens.
+    """Request of a load for `output_len` tokens, due `offset` seconds after the start.
 
-    It is due `offset` seconds after the start; a closed loop ignores `offset`. `cache_salt` differs from run to run, so
-    that a server whose prefix cache still holds the same text from an earlier run does not reuse it. Random prompts
-    need no salt, because their tokens differ with `prompt_seed`.
+    A closed loop ignores `offset`. `cache_salt` keeps a server from reusing the prefix cache of earlier runs.
     """
 
     index: int
@@ -36,7 +34,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Load(Schedule, ABC):
-    """Base class of SyntheticLoad and TraceLoad. Loads with equal settings have equal requests and times."""
+    """Requests to send and their times. Loads with equal settings have equal requests and times."""
 
     @property
     def num_requests(self) -> int:
@@ -56,9 +54,9 @@ class Load(Schedule, ABC):
     def plan(self, ids: Sequence[int] | None, encode: TextEncoder | None = None) -> list[PlannedRequest]:
         """Return the requests in the order of their offsets.
 
-        Random prompts are drawn from the token ids `ids`, or from words if `ids` is None. `encode` turns the texts of a
-        trace into token ids; if `ids` or `encode` is None, the texts are sent as they are. `encode` also counts the
-        tokens of a trace's answers; if it is None, each word of an answer counts as one token.
+        Random prompts consist of the token ids `ids`, or of words if `ids` is None. `encode` turns the texts of a trace
+        into token ids, unless `ids` is None, and counts the tokens of its answers. Without `encode`, each word counts
+        as one token.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [
@@ -77,8 +75,7 @@ class Load(Schedule, ABC):
     def _answers(self, encode: TextEncoder | None) -> Iterable[int]: ...
 
     @abstractmethod
-    def describe_requests(self) -> str:
-        """Return a description of the requests in words."""
+    def describe_requests(self) -> str: ...
 
     def parameters(self) -> dict[str, Any]:
         """Return all settings as JSON values, and a `fingerprint` of the load.
@@ -101,10 +98,9 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """Return values that `parameters` adds to the settings. A value replaces the setting of the same name."""
+        """Return values that `parameters` adds to the settings or puts in the place of settings of the same name."""
 
     def with_seed(self, seed: int) -> Self:
-        """Return this load with another seed, and so with other random choices."""
         return replace(self, seed=seed)
 
     @abstractmethod
@@ -113,14 +109,13 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
-        """Return a load of `count` requests like those of this load, but with new prompts, all sent at once.
+        """Return a load of `count` similar requests with new prompts, all sent at once.
 
-        `prompt_seed` stays the same. The answers have `output_len` tokens or, if that is None, lengths like those of
-        this load.
+        The answers have `output_len` tokens or, if that is None, lengths like those of this load.
         """
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
-        """Return the same load as `head`, except that each request is sent when the previous one has ended."""
+        """Return the load of `head` as a closed loop of one request at a time."""
         return replace(self.head(count, seed=seed), max_concurrency=1)
 
 
@@ -129,7 +124,7 @@ def plan_first(
 ) -> tuple[list[PlannedRequest], float | None]:
     """Return the first `count` requests of a load (None: all), and the load's `stop_after` in seconds.
 
-    If only some requests are returned, `stop_after` is reduced in proportion. For `ids` and `encode`, see `Load.plan`.
+    If only some requests are returned, `stop_after` is reduced in proportion. `Load.plan` explains `ids` and `encode`.
     """
     planned, stop_after = load.plan(ids, encode), load.stop_after
     if count is None:
@@ -151,12 +146,11 @@ async def run_load(
     stop_after: float | None = None,
     on_end: Callable[[RequestRecord], None] = lambda record: None,
 ) -> list[RequestRecord]:
-    """Send each request when it is due, and return the records in the order of `planned`.
+    """Send each request when it is due, and return the records of the requests sent, in the order of `planned`.
 
     At most `max_concurrency` requests run at the same time. A request fails `timeout` seconds after it was sent. If the
-    loop is `closed`, each request is sent when an earlier one ends, and none is sent after `stop_after` seconds. A
-    request that was not sent has no record. `on_end` is called with the record of each request that ends, failed or
-    not.
+    loop is `closed`, each request is sent when an earlier one ends, and none is sent after `stop_after` seconds.
+    `on_end` is called with the record of each request that ends, failed or not.
     """
     now = asyncio.get_running_loop().time
     free = asyncio.Semaphore(len(planned) if max_concurrency is None else max_concurrency)

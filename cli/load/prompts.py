@@ -1,7 +1,6 @@
 """Prompts: random tokens or words of an exact length, given texts, or given token ids.
 
-Random prompts are stored as Parts. Their tokens depend only on the Parts and the seed, and are drawn when the prompt is
-sent, so that loads of many millions of tokens need little memory.
+Random prompts are stored as Parts and drawn when they are sent, so that large loads need little memory.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class Prompt:
 
     @property
     def content_key(self) -> tuple[Part, ...] | bytes:
-        """Value by which `repeated_share` compares prompts.
-
-        It is the Parts of a random prompt, and the bytes of the text or of the token ids of any other prompt.
-        """
+        """Value by which `repeated_share` compares prompts."""
         raise NotImplementedError
 
     @property
@@ -74,19 +70,13 @@ class Prompt:
 
 
 class TextEncoder(Protocol):
-    """Encoder of text for targets that take token ids."""
+    def prompt(self, content: Content) -> list[int]: ...
 
-    def prompt(self, content: Content) -> list[int]:
-        """Return the token ids of a prompt."""
-        ...
-
-    def count(self, text: str) -> int:
-        """Return the number of tokens in the text of an answer."""
-        ...
+    def count(self, text: str) -> int: ...
 
 
 class Part(NamedTuple):
-    """Part of a prompt: the first `length` symbols (see Vocabulary) of an endless random sequence.
+    """Part of a prompt: the first `length` tokens or words of an endless random sequence.
 
     `family` (PREFIX, OWN or BLOCK) and `number` name the sequence.
     """
@@ -97,17 +87,16 @@ class Part(NamedTuple):
 
 
 class Vocabulary:
-    """Vocabulary of random prompts. Its symbols are token ids, or words if `ids` is None."""
+    """Vocabulary of random prompts: token ids, or words if `ids` is None."""
 
     def __init__(self, ids: Sequence[int] | None) -> None:
         self.of_words = ids is None
         self._symbols = np.array(WORDS if ids is None else ids, dtype=object)  # the objects are shared, not copied
 
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
-        """Return the symbols of all parts, in order.
+        """Return the tokens or words of all parts, in order.
 
-        A symbol depends only on the seed, the family and number of its part, and its position in the part, because the
-        random generator is counter-based.
+        Each of them depends only on the seed, the family and number of its part, and its position in the part.
         """
         families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
         keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
@@ -121,7 +110,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompt(Prompt):
-    """Prompt of random symbols. Equal parts of prompts with the same seed consist of the same symbols."""
+    """Prompt of random tokens or words. Equal parts of prompts with the same seed have the same tokens."""
 
     seed: int
     parts: tuple[Part, ...]
@@ -145,8 +134,6 @@ class RandomPrompt(Prompt):
 
 
 class EncodedPrompt(Prompt):
-    """Prompt of given token ids."""
-
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = np.array(token_ids, dtype=np.int32)  # a fifth of the memory of a list
 
@@ -190,9 +177,7 @@ class TextPrompt(Prompt):
 def repeated_share(prompts: Iterable[Prompt]) -> float:
     """Return the share of all prompt tokens that an unlimited prefix cache, empty at first, could serve.
 
-    It could serve the longest beginning of each prompt that an earlier prompt has too. The order of the prompts does
-    not change the share. So the prompts are sorted, which puts each one next to the prompt with which it shares the
-    most. Given texts are counted in bytes.
+    The share does not depend on the order of the prompts. Given texts are counted in bytes.
     """
     keys = sorted((prompt.content_key for prompt in prompts), key=lambda key: (isinstance(key, bytes), key))
     sizes = [len(key) if isinstance(key, bytes) else sum(part.length for part in key) for key in keys]
@@ -200,7 +185,6 @@ def repeated_share(prompts: Iterable[Prompt]) -> float:
 
 
 def _common(one: tuple[Part, ...] | bytes, other: tuple[Part, ...] | bytes) -> int:
-    """Return the length of the common beginning of two keys of prompts, in tokens or bytes."""
     if isinstance(one, bytes) and isinstance(other, bytes):
         return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda end: one[:end] != other[:end])
     common = 0
@@ -256,7 +240,7 @@ class WordEncoder:
 
 
 def usable_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Return the token ids below `vocab_size` that stand for text, which special tokens do not."""
+    """Return the token ids below `vocab_size` that stand for text, without special tokens."""
     size = min(tokenizer.vocab_size, vocab_size)
     return [
         token_id for token_id in range(size) if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)
@@ -270,7 +254,7 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of each 64-bit number. Close numbers have unrelated hashes. Arithmetic is modulo 2^64."""
+    """Return a hash of each 64-bit number."""
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
     values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]

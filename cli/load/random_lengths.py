@@ -1,5 +1,3 @@
-"""Lengths of synthetic prompts and answers: one number, a uniform range, or a log-normal long tail."""
-
 from __future__ import annotations
 
 import math
@@ -20,10 +18,10 @@ _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)(?:,(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class RandomLengths:
-    """Distribution of lengths in tokens from `low` to `high`. If `high` is None, the longest is MOST_TOKENS.
+    """Distribution of lengths in tokens from `low` to `high`, or to MOST_TOKENS if `high` is None.
 
     The distribution is uniform if `mean` is None, else log-normal. `mean` is in tokens, before lengths are rounded and
-    clipped to low..high. `sigma` is the standard deviation of the logarithm of a length.
+    clipped. `sigma` is the standard deviation of the logarithm of a length.
     """
 
     low: int
@@ -37,7 +35,6 @@ class RandomLengths:
         return f"lognormal:{self.mean:g},{self.sigma:g}" + (f",{self.high}" if self.high is not None else "")
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Return `count` random lengths in tokens."""
         if self.mean is None:
             assert self.high is not None
             return generator.integers(self.low, self.high, count, dtype=np.int64, endpoint=True)
@@ -47,7 +44,6 @@ class RandomLengths:
 
 
 def draw_lengths(lengths: int | RandomLengths, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Return `count` lengths in tokens: random ones, or all equal to `lengths` if it is an int."""
     return np.full(count, lengths) if isinstance(lengths, int) else lengths.draw(generator, count)
 
 

@@ -1,5 +1,3 @@
-"""Schedule of a load: requests are sent at random times, all at once, or as earlier requests end."""
-
 from __future__ import annotations
 
 import math
@@ -24,14 +22,13 @@ SHAPES = ("arrivals", "burstiness", "ramp_to", "day_period", "day_amplitude")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Settings for the times at which requests are sent.
+    """Settings for the times at which requests are sent; `Arrivals` describes those of random arrivals.
 
-    `request_rate` is in requests per second; inf sends all requests at once. With `max_concurrency` and no rate, the
-    loop is closed: each request is sent when an earlier one ends. If both are given, requests are due at random times.
-    If `max_concurrency` requests are running when one is due, it waits for one of them to end, and the wait counts as
-    latency. If neither is given, all requests are sent at once. No request is due later than `duration` seconds after
-    the start. `seed` determines lengths, times and, with `prompt_seed`, the tokens of random prompts. For the other
-    settings, see `Arrivals`. Raises ConfigError if a setting is out of range or has no effect.
+    `request_rate` is in requests per second; inf sends all requests at once, as does a schedule without a rate and
+    without `max_concurrency`. With `max_concurrency` and no rate, the loop is closed: each request is sent when an
+    earlier one ends. With both, a request that is due waits until fewer than `max_concurrency` run, and the wait counts
+    as latency. `seed` determines lengths, times and, with `prompt_seed`, the tokens of random prompts. Raises
+    ConfigError if a setting is out of range or has no effect.
     """
 
     seed: int = 0
@@ -62,10 +59,7 @@ class Schedule:
             )
 
     def check_shape(self) -> None:
-        """Raise LlmschedError if the load has no rate, but settings that shape random arrivals, such as `burstiness`.
-
-        Call this after `at_rate`, which may give the load a rate.
-        """
+        """Raise LlmschedError if the load has no rate, but settings of random arrivals, such as `burstiness`."""
         if self.process is None and self.shaped:
             raise LlmschedError(
                 f"{', '.join(map(setting, self.shaped))}: only has an effect with a finite {setting('request_rate')}"
@@ -78,7 +72,7 @@ class Schedule:
 
     @cached_property
     def process(self) -> Arrivals | None:
-        """Schedule of random arrivals. None for recorded times, a closed loop, or requests sent all at once."""
+        """Schedule of random arrivals, if requests are sent at random times."""
         if self.replayed or self.request_rate is None or math.isinf(self.request_rate):
             return None
         return Arrivals(
@@ -87,10 +81,7 @@ class Schedule:
 
     @property
     def shaped(self) -> list[str]:
-        """Names of the settings in SHAPES, which shape random arrivals, that differ from their defaults.
-
-        `arrivals` "gamma" is left out if `burstiness` is in the list, because a burstiness implies it.
-        """
+        """Names of the settings that shape random arrivals and differ from their defaults."""
         defaults = {f.name: f.default for f in fields(Schedule)}
         changed = [name for name in SHAPES if getattr(self, name) != defaults[name]]
         if "burstiness" in changed and self.arrivals == "gamma":
@@ -99,27 +90,26 @@ class Schedule:
 
     @property
     def closed(self) -> bool:
-        """True if the loop is closed: each request is sent when an earlier one ends."""
+        """True if each request is sent when an earlier one ends."""
         return not self.replayed and self.request_rate is None and self.max_concurrency is not None
 
     @property
     def at_once(self) -> bool:
-        """True if all requests are due at the start."""
         return not self.replayed and not self.closed and self.process is None
 
     @property
     def stop_after(self) -> float | None:
-        """Seconds after which a closed loop stops sending, or None if it has no such limit."""
+        """Seconds after which a closed loop stops sending."""
         return self.duration if self.closed else None
 
     @property
     def asked_rate(self) -> float | None:
-        """Mean requests per second of the schedule, or None if it has no rate."""
+        """Mean requests per second, if the schedule has a rate."""
         return None if self.process is None else self.process.mean_rate
 
     @property
     def token_seed(self) -> int:
-        """Seed of the tokens of random prompts. Loads with different values have no random prompts in common."""
+        """Seed of the tokens of random prompts."""
         return self.seed + (self.prompt_seed << 32)
 
     @property
@@ -138,7 +128,6 @@ class Schedule:
         return np.zeros(_MOST_CLOSED if count is None else count)
 
     def describe(self) -> str:
-        """Return a description in words of when requests are sent."""
         during = f" for {self.duration:g} s" if self.duration is not None else ""
         if self.closed:
             return f"closed loop, {self.max_concurrency} at a time{during}"

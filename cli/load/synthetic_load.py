@@ -1,5 +1,3 @@
-"""Load of random prompts with fixed or random lengths."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,5 +1,3 @@
-"""Load from a trace: requests with recorded lengths, shared prefixes or texts, at recorded or other times."""
-
 from __future__ import annotations
 
 import math
@@ -38,14 +36,11 @@ _SLOWEST = 1e-9
 class TraceLoad(Load):
     """Load of the requests of a trace.
 
-    A trace with times is replayed at these times, `speedup` times as fast. A finite `request_rate` rescales the times
-    to this mean rate and keeps their pattern. The times are not used with `ignore_timestamps`, with a `request_rate`
-    of inf, or if the trace has none. Then the settings of `Schedule` determine when requests are sent, and
-    `request_rate` (inf is allowed) or `max_concurrency` must be given.
+    A trace with times is replayed `speedup` times as fast, or at a finite `request_rate` with the same pattern. Without
+    times, with `ignore_timestamps` or with a rate of inf, the settings of `Schedule` determine when requests are sent.
 
-    `max_input_len` and `max_output_len` (tokens) cut longer prompts and answers; by default nothing is cut.
-    `output_len` (tokens) is for requests whose answer and answer length are not in the trace. A length of 0 becomes 1,
-    because a request needs a token.
+    `max_input_len` and `max_output_len` (tokens) cut longer prompts and answers. `output_len` (tokens) is for requests
+    whose answer and answer length are not in the trace. A length of 0 becomes 1, because a request needs a token.
     """
 
     trace: Trace = field(repr=False)
@@ -123,7 +118,6 @@ class TraceLoad(Load):
                 yield TextPrompt(request.content)
 
     def _parts(self, index: int, request: TraceRequest) -> Iterator[Part]:
-        """Yield one part per block of a prompt. Without blocks, yield one part that no other prompt shares."""
         left = _sendable(request.input_len or 0, self.max_input_len)
         if not request.hash_ids:
             yield Part(OWN, index, left)

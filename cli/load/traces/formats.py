@@ -71,11 +71,10 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(slots=True)
 class FormatOptions:
-    """Options of the reader of a trace, and facts about the file that the reader noted.
+    """Options of a trace's reader, and facts that the reader notes about the file.
 
-    `turns` is the largest number of requests from one ShareGPT conversation. `block_tokens` is the number of tokens per
-    block of a Mooncake or Bailian trace. `skipped` counts the turns that were left out, by speaker. `sessions` is True
-    if the file has sessions, in which a turn waits for the answer to the turn before.
+    `turns` is the largest number of requests from one ShareGPT conversation. `skipped` counts the turns that were left
+    out, by speaker. `sessions` is True if the file has turns that wait for the answer to the turn before.
     """
 
     turns: int
@@ -88,10 +87,8 @@ class FormatOptions:
 class Format:
     """File format of traces. `rows` yields the records of a file, `requests` returns the requests of a record.
 
-    The requests of a record have an offset of 0. `time` returns the name of the field with the record's timestamp, or
-    None. `unit` is the usual unit of timestamps that are numbers; if `fixed_unit` is True, no file has another one.
-    `block_tokens` is the usual number of tokens per block, None without blocks. The functions raise TraceError for a
-    bad record.
+    `time` returns the name of the field with the record's timestamp. `unit` is the usual unit of timestamps that are
+    numbers, and the only one if `fixed_unit` is True. The functions raise TraceError for a bad record.
     """
 
     rows: Callable[[Path], Iterator[Row]]
@@ -142,10 +139,7 @@ def length_rows(path: Path) -> Iterator[Row]:
 
 
 def _length_fields(names: Collection[str]) -> dict[str, str]:
-    """Return the columns or keys that hold lengths, mapped to INPUT and OUTPUT; empty if there are none.
-
-    If there are only total lengths (prompt and answer), they are mapped to INPUT.
-    """
+    """Return the columns or keys that hold lengths, mapped to INPUT and OUTPUT."""
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:
         if name in names:
@@ -154,7 +148,6 @@ def _length_fields(names: Collection[str]) -> dict[str, str]:
 
 
 def _time_field(names: Collection[str]) -> dict[str, str]:
-    """Return the column or key that holds a time, mapped to itself; empty if there is none."""
     return next(({name: name} for name in _TIMES if name in names), {})
 
 
@@ -169,11 +162,7 @@ def _lengths(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request of a record, in a list.
-
-    `hash_ids` name the blocks of the prompt; the last block may be shorter than the others. A record without
-    input_length is read as a record of a request log (see `_log`).
-    """
+    """Return the request of a record in a list. A record without input_length is read by `_log`."""
     if "input_length" not in row.values:
         return _log(row, options)
     length, answer = row.length("input_length"), row.length("output_length")
@@ -190,11 +179,7 @@ def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a request for each answered user message, up to `options.turns`.
-
-    The prompt of a request is the conversation up to this message. Turns of tools and other speakers are left out and
-    counted in `options.skipped`.
-    """
+    """Return a request for each answered user message, with the conversation up to this message as prompt."""
     name = next((name for name in TALKS if name in row.values), TALKS[0])
     said = row.values.get(name)
     if not isinstance(said, list) or not all(isinstance(turn, dict) for turn in said):
@@ -222,12 +207,10 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request of a record, in a list.
+    """Return the request of a record in a list.
 
     The record is the body of an OpenAI API request, an object that contains one, or a prompt with its answer or the
-    length of its answer. If the last message of a chat is from the assistant, it is taken as the answer. But if the
-    record has a limit such as max_tokens, it is a request for a further message, and the last message is part of the
-    prompt.
+    length of its answer.
     """
     inner = next((row.values[name] for name in BODIES if isinstance(row.values.get(name), dict)), None)
     body = row if inner is None else row.inside(inner)

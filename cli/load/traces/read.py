@@ -44,11 +44,9 @@ def read_trace(
 ) -> Trace:
     """Return the trace in a file, which may be gzipped. If `trace_format` is None, the format is detected.
 
-    Requests are sorted by time; requests with equal times keep the file's order. Only the first `limit` requests are
-    kept. `timestamp_unit` is the unit of timestamps that are numbers; if it is None, the unit is found as timestamps.py
-    describes. `turns` (default: 1) is only for ShareGPT, `trace_block_size` (default: 512 tokens for Mooncake, 16 for
-    Bailian) only for formats with blocks: see FormatOptions. Without `times`, timestamps are not read. If the trace has
-    sessions, in which a turn waits for the answer to the turn before, the result has no times.
+    Only the first `limit` requests by time are kept. `timestamp_unit` is the unit of timestamps that are numbers; if it
+    is None, the unit is found as timestamps.py describes. `turns` is only for ShareGPT, `trace_block_size` only for
+    formats with blocks. Without `times`, timestamps are not read.
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, or if an option does not fit the format.

@@ -1,5 +1,3 @@
-"""Reader of the records of a trace file. Its errors name the line."""
-
 from __future__ import annotations
 
 import csv
@@ -40,7 +38,7 @@ _LONGEST_WORD = 12
 
 
 class TraceError(LlmschedError):
-    """Error for a trace that cannot be read or used. The message names the file and, if possible, the line."""
+    pass
 
 
 class Row:
@@ -74,7 +72,7 @@ class Row:
 
 
 def shown(value: Any) -> str:
-    """Return a value as one short line for an error message, or "missing" for None and the empty string."""
+    """Return a value as one short line for an error message."""
     if value is None or value == "":
         return "missing"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -102,7 +100,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def first_line(path: Path) -> str:
-    """Return the first line that is not blank, stripped and cut to about a million characters, or ""."""
+    """Return the first line that is not blank, stripped and cut to about a million characters."""
     with open_text(path) as text:
         while line := text.readline(_CHUNK):
             if stripped := line.strip():
@@ -132,9 +130,9 @@ def records(path: Path) -> Iterator[Row]:
 
 
 def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
-    """Yield the records of a CSV file with a header. `needed` maps lower-case column names to field names of the rows.
+    """Yield the records of a CSV file with a header. Raises TraceError if a column is missing.
 
-    Raises TraceError if a column is missing.
+    `needed` maps lower-case column names to field names of the rows.
     """
     delimiter = _delimiter(first_line(path))
     with open_text(path) as text:
@@ -174,7 +172,6 @@ def json_objects(path: Path) -> Iterator[Row]:
 
 
 def _elements(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON array. Read the file in chunks, so that a large one need not fit into memory."""
     decoder = json.JSONDecoder()
     with open_text(path) as text:
         waiting, number, wanted = text.read(_CHUNK), 0, _CHUNK
@@ -207,5 +204,4 @@ def _elements(path: Path) -> Iterator[Row]:
 
 
 def _reason(problem: Exception) -> str:
-    """Return the JSON decoder's message without its position, which is relative to the current chunk."""
     return problem.msg if isinstance(problem, json.JSONDecodeError) else str(problem)

@@ -1,12 +1,12 @@
 """Timestamps of traces: their unit, and their conversion to seconds after the first request.
 
-If `--timestamp-unit` is given, timestamps that are numbers are in this unit. Otherwise the first of these rules that
-applies decides:
+The first of these rules that applies decides the unit of timestamps that are numbers:
 
-1. The field's name ends in a unit.
-2. In one unit, all numbers are Unix timestamps (2001 to 2099).
-3. The format has a usual unit. If this unit makes the mean gap between requests implausible, and not all files of the
-   format have the same unit, the unit that makes the gap plausible and closest to 1 s is taken instead.
+1. The unit is given (`--timestamp-unit`).
+2. The field's name ends in a unit.
+3. In one unit, all numbers are Unix timestamps (2001 to 2099).
+4. The format has a usual unit. If it makes the mean gap between requests implausible, and not all files of the format
+   have the same unit, the unit that makes the gap plausible and closest to 1 s is taken instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GAPS, _WHOLE_GAPS = (0.01, 300.0), (0.001, 300.0)
 
 @dataclass(frozen=True, slots=True)
 class Timestamp:
-    """Timestamp of a record: the number in the file or, for a date (by default in UTC), the microseconds since 1970.
+    """Number of a timestamp in the file or, for a date (by default in UTC), its microseconds since 1970.
 
     `unit` is the unit that the field's name ends in, as in timestamp_ms.
     """
@@ -69,8 +69,8 @@ def offsets(
     """Return the seconds from the earliest timestamp to each, and a note that names the unit unless the user chose it.
 
     `unit` is the user's choice, `stated` the format's unit, and `fixed` is True if all files of the format have that
-    unit. There is no note for dates. `where` names the file in errors. Raises TraceError if dates and numbers are
-    mixed, or if a unit is given for dates.
+    unit. `where` names the file in errors. Raises TraceError if dates and numbers are mixed, or if a unit is given for
+    dates.
     """
     values = [stamp.value for stamp in stamps]
     dates = sum(stamp.is_date for stamp in stamps)
@@ -87,10 +87,7 @@ def offsets(
 
 
 def _likely_unit(values: Sequence[float], stated: TimestampUnit, fixed: bool) -> TimestampUnit:
-    """Return the likeliest unit of the timestamps `values`, by the rules at the top of this file.
-
-    `stated` is the format's unit. `fixed` is True if all files of the format have it.
-    """
+    """Return the likeliest unit of the timestamps `values`, by rules 3 and 4 at the top of this file."""
     low, high = min(values), max(values)
     for unit, per_second in UNITS.items():
         if _EPOCH[0] <= low / per_second and high / per_second <= _EPOCH[1]:

@@ -1,5 +1,3 @@
-"""Trace in memory. It has the same form for all file formats."""
-
 from __future__ import annotations
 
 import hashlib
@@ -13,7 +11,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Prompt as text. `messages` are the messages of a chat, or None if the prompt has no messages."""
+    """Prompt as text, with the messages of a chat if it is one."""
 
     text: str
     messages: tuple[Message, ...] | None = None
@@ -32,11 +30,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Request of a trace. `line` is the number of its line (or entry) in the file.
+    """Request of a trace, due `offset` seconds after the first. `line` is the number of its line (or entry) in the
+    file.
 
-    `offset` is in seconds after the first request, or 0 if the trace has no times. The prompt is either `content`, or
-    `input_len` tokens; `hash_ids` name the blocks of these tokens, if the trace has blocks. The answer has `output_len`
-    tokens or, if that is None, the text `answer`. If both are None, the length of the answer is unknown.
+    The prompt is either `content` or `input_len` tokens, whose blocks `hash_ids` names. The answer is either the text
+    `answer` or `output_len` tokens, or of unknown length.
     """
 
     line: int
@@ -61,8 +59,8 @@ class TraceRequest:
 class Trace:
     """Requests of a file, in the order of their offsets. `timed` is True if the file states their times.
 
-    The `hash_ids` of a request name blocks of `block_tokens` tokens. The last block of a prompt may be shorter. `notes`
-    say how the file was understood, and what was left out.
+    The `hash_ids` of a request name blocks of `block_tokens` tokens. `notes` say how the file was understood, and what
+    was left out.
     """
 
     name: str
@@ -80,7 +78,6 @@ class Trace:
 
     @property
     def of_text(self) -> bool:
-        """True if at least one prompt is given as text, not as a number of tokens."""
         return any(request.content is not None for request in self.requests)
 
 
