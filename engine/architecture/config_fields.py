@@ -1,4 +1,4 @@
-"""Reader of a model's config. It returns the language model's settings as one flat mapping with defaults filled in."""
+"""Reader of a model's config.json: returns the settings of the language model with defaults filled in."""
 
 from __future__ import annotations
 
@@ -63,11 +63,10 @@ _HARMLESS = re.compile(
 
 
 class ConfigCache:
-    """Cache of values that transformers takes seconds to compute from the `content` of one config.json.
+    """Cache, in a file, of values that transformers takes seconds to compute from a config.json.
 
-    The values are kept in a file in `directory`. Its name is a hash of the content and of the versions of llmsched and
-    transformers. An error in reading or writing the file is only logged. Most models in `families.FAMILIES` need no
-    values from transformers, and so no file.
+    The file's name is a hash of the config and of the versions of llmsched and transformers. Failures to read or write
+    the file are only logged.
     """
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
@@ -75,7 +74,7 @@ class ConfigCache:
         self.directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the value cached under `name`. If there is none, cache and return what `ask` returns (plain JSON)."""
+        """Return the value cached under `name`. If there is none, cache and return `ask()`; it must be plain JSON."""
         if name not in self._answers:
             self._answers[name] = ask()
             try:
@@ -102,11 +101,11 @@ class ConfigCache:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Settings of the language model that a config describes, under standard names (standard_settings.py).
+    """Settings of a language model, under the names of standard_settings.py.
 
     `config` is the whole config, including its vision part. `known` is True if `values` includes the defaults of the
-    model_type. `stated` are the names for which config.json has a value, `unstated` those whose values are assumed,
-    because config.json should state them but does not. `read` are the names that were passed to `get`.
+    model_type. `stated` names the settings in config.json. `unstated` names settings whose values are assumed because
+    config.json lacks them. `read` names the settings that were passed to `get`.
     """
 
     values: Mapping[str, Any]
@@ -118,7 +117,7 @@ class Fields:
     read: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of `names` that is set and not null, else `default`."""
+        """Return the value of the first of `names` that is set and not null, or `default` if there is none."""
         self.read.update(names)
         for name in names:
             if (value := self.values.get(name)) is not None:
@@ -132,11 +131,10 @@ class Fields:
         return value
 
     def reread(self) -> Fields:
-        """Return a copy in which `read` is empty."""
         return replace(self, read=set())
 
     def assumed(self) -> Iterator[str]:
-        """Yield a sentence about each setting that is in both `read` and `unstated`."""
+        """Yield a sentence for each setting that was read although its value is assumed."""
         for name in sorted(self.read & self.unstated):
             value, counted = self.values.get(name), ""
             if isinstance(value, int | float | str):
@@ -144,7 +142,7 @@ class Fields:
             yield f"the config does not state {name}{counted}"
 
     def unread(self, pattern: re.Pattern[str], irrelevant: Set[str] = frozenset()) -> Iterator[str]:
-        """Yield a sentence about the settings that may matter but were not read, if there are any.
+        """Yield one sentence that names the settings that may matter but were not read; nothing if there are none.
 
         A setting may matter if its name matches `pattern`, is not in `irrelevant` and does not match `_HARMLESS`.
         """
@@ -153,12 +151,11 @@ class Fields:
             yield f"{UNREAD}: {', '.join(unread)}"
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
-        """Return the value that `cache` has under `name`. If there is none, cache and return what `question` gives."""
+        """Return `question()`, or the value of an earlier call that `cache` has under `name`."""
         return question() if self.cache is None else self.cache.get(name, question)
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """The whole config as a mapping with the keys of config.json."""
         return self.config if isinstance(self.config, Mapping) else self.config.to_dict()
 
     @property
@@ -173,7 +170,6 @@ class Fields:
 
 @contextmanager
 def size_errors() -> Iterator[None]:
-    """Raise ModelError if arithmetic in the `with` block fails because a config value has a wrong type."""
     try:
         yield
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as problem:
@@ -181,12 +177,11 @@ def size_errors() -> Iterator[None]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a config.json. `path` is the file or its directory. Raises ModelError if the file cannot be read."""
+    """Read a config.json, given its path or its directory. Raises ModelError if the file cannot be read."""
     return read_json_object(path / "config.json" if path.is_dir() else path)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file. Raises ModelError if it cannot be read or does not hold a JSON object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -201,11 +196,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 @size_errors()
 def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None = None) -> Fields:
-    """Return the language model's settings from a transformers config or from the content of a config.json.
+    """Return the language model's settings from a transformers config or the content of a config.json.
 
-    Settings that a config.json omits get the defaults of its model_type, if FAMILIES or transformers knows this type. A
-    multimodal model's sizes are those of the nested text config. Raises ModelError for an encoder-decoder, and for a
-    config that transformers rejects.
+    Raises ModelError for an encoder-decoder, and for a config that transformers rejects.
     """
     if not isinstance(config, Mapping):
         return Fields(standardise(_class_values(config)), True, config, cache)
@@ -254,13 +247,13 @@ def _quotient(values: Mapping[str, Any]) -> int | None:
 
 
 def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the text config inside the config of a multimodal model, or None for the config of a text model."""
+    """Return the text config inside a multimodal model's config; None if `content` is the config of a text model."""
     return next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), None)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings and progress bars in the `with` block; llmsched reports problems itself."""
+    """Silence transformers' warnings and progress bars in the `with` block."""
     from transformers.utils import logging as theirs
 
     verbosity, bar = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
@@ -275,10 +268,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def transformers_config(content: Mapping[str, Any]) -> PretrainedConfig | None:
-    """Build the transformers config, or return None if transformers does not know the model_type.
-
-    Raises ModelError if the config class rejects the content.
-    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -302,7 +291,7 @@ def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
 
 
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the text config's settings under the family's names (n_layer) and standard names (num_hidden_layers)."""
+    """Return the text config's settings under the family's names (n_layer) and standard ones (num_hidden_layers)."""
     outer = config.to_dict()
     _refuse_encoder_decoder(outer)
     text = config.get_text_config(decoder=True)

@@ -26,14 +26,14 @@ def planned_dtype(config: EngineConfig, *, computes_bf16: bool) -> str:
 
 
 def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool = False) -> str:
-    """Return the type of KV. "auto" means fp8 if the checkpoint has fp8 KV scales, else the same type as `dtype`."""
+    """Return the type of the KV cache. "auto" means fp8 if the checkpoint has fp8 KV scales, else `dtype`."""
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
     return "fp8" if checkpoint_fp8 else dtype
 
 
 def check_servable(config: EngineConfig) -> None:
-    """Raise ConfigError if `config.kv_cache_dtype` is an fp8 type, because this engine's kernels read no fp8 KV."""
+    """Raise ConfigError if `config.kv_cache_dtype` is an fp8 type, which this engine's kernels cannot read."""
     if config.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             "kv_cache_dtype",

@@ -1,7 +1,4 @@
-"""Table of model families: the defaults of settings that config.json may omit, and the parts of a decoder layer.
-
-With this table, most configs need none of transformers' config classes, which take seconds to import.
-"""
+"""Table of model families: parts of a decoder layer, and defaults of settings that config.json may omit."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ Switch = bool | str
 class DecoderParts:
     """Parts of a decoder that differ between families.
 
-    `norms` is the number of norms in one layer, and `norm_vectors` the weight vectors in each: 1 for RMSNorm, 2 for
-    LayerNorm with bias. `qk_norm` is "head" if queries and keys are normalised within each head, "all" if over all
-    heads together. `gated_query` doubles the rows of the query projection; the added rows gate the output. `experts`
-    names the config's setting for the width of routed experts ("": none). `positions` is True if positions are learned.
+    `qk_norm` is "head" if queries and keys are normalised within each head, "all" if over all heads together.
+    `gated_query` doubles the rows of the query projection; the added rows gate the output of attention. `experts` is
+    the name of the setting for the width of routed experts; "" if there are none. `norms` is the number of norms per
+    layer. `norm_vectors` is the number of weight vectors per norm. `positions` is True if positions are learned.
     """
 
     qkv_bias: Switch = False
@@ -41,10 +38,10 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Family of models with one model_type.
+    """Models with one model_type.
 
-    `needs` are the settings that every published config.json of the family has. `defaults` are the values of the
-    settings that these files leave out.
+    `needs` names settings that every published config.json of the family has. `defaults` are the values of settings
+    that these files leave out.
     """
 
     parts: DecoderParts
@@ -53,7 +50,6 @@ class Family:
 
 
 def _biased(switch: Switch, **parts: Any) -> DecoderParts:
-    """Return decoder parts in which either all projections have a bias or none has, as `switch` says."""
     return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
 
 

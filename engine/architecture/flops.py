@@ -1,4 +1,4 @@
-"""Counts of the operations and memory traffic of a model's steps, computed from its config.
+"""Operations and memory traffic of a model's steps, computed from its config.
 
 A step reads a matrix of P numbers once and takes 2 P operations per token. If every token is sent to k of E experts
 evenly, T tokens use E (1 - (1 - k / E) ** T) experts on average.
@@ -25,7 +25,7 @@ _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """Weight matrices of one kind with `numbers` elements and `size` bytes, multiplied in the type `arithmetic`."""
+    """Weight matrices with `numbers` elements and `size` bytes, multiplied in the type `arithmetic`."""
 
     numbers: int
     size: float
@@ -35,8 +35,8 @@ class Matrices(NamedTuple):
 class Attention(NamedTuple):
     """Costs of attention in all layers of one kind: bytes of KV per token, and operations per (query, key) pair.
 
-    `latent` is True for MLA. Its prefill has separate keys and values for each head. In its decode, all heads attend to
-    the same latent vectors, so that their queries form a matrix and attention is a matrix product.
+    `latent` is True for MLA. MLA's prefill has separate keys and values for each head. In its decode, all heads attend
+    to the same latent vectors.
     """
 
     windowed: bool
@@ -48,12 +48,11 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Costs of a model's steps, independent of the device.
+    """Costs of a model's steps on any device.
 
-    `dense` are the matrices that multiply every token, `experts` are all routed experts, and `head` is the matrix that
-    computes logits. `vector_bytes` is the bytes of activations that are read and written per token. `state_bytes` is
-    the bytes of recurrent state that are read and written per sequence and step. `window` is the largest sliding window
-    in tokens.
+    `dense` are the matrices that multiply every token. `experts` are all routed experts. `head` is the matrix that
+    computes logits. `vector_bytes` is the activations read and written per token. `state_bytes` is the recurrent state
+    read and written per sequence and step. `window` is the largest sliding window in tokens.
     """
 
     layers: int
@@ -74,10 +73,8 @@ def model_flops(
 ) -> ModelFlops:
     """Compute the costs of a model's steps from the content of its config.json.
 
-    `dtype_bytes` is the bytes of one number in activations and in weights that are not quantised, `kv_dtype_bytes` in
-    KV (default: the same). Matrices are multiplied in fp8 if weights and activations are both quantised to 8 bits, else
-    in 16 bits. Raises ModelError if the parameters cannot be counted, or if the config lacks a size or has an invalid
-    one.
+    `dtype_bytes` is the bytes of one number in activations and unquantised weights. `kv_dtype_bytes` is the bytes of
+    one number in the KV cache (default: `dtype_bytes`). Raises ModelError if the parameters cannot be counted.
     """
     fields = read_fields(config, cache)
     modules, _ = modules_of(fields)

@@ -74,7 +74,7 @@ class LayerGroup:
     - "full": the KV of every token.
     - "window": the KV of the last `window` tokens.
     - "mla": for every token, one latent vector of `head_dim_k` numbers (kv_lora_rank + qk_rope_head_dim) and no V.
-    - "state": recurrent state of `state_bytes` bytes per sequence, and nothing per token.
+    - "state": recurrent state of `state_bytes` bytes per sequence.
 
     In "mla" layers, this engine caches whole keys and values instead of latent vectors. Their size per token and layer
     is `expanded` = heads x (key width + value width) numbers. `expanded` is 0 for the other kinds. `index_dim` is the
@@ -99,7 +99,7 @@ class LayerGroup:
         return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that one token needs in all layers of the group; 0 for recurrent state."""
+        """Return the bytes of one token's KV in all layers of the group; 0 for recurrent state."""
         numbers = self.kv_heads * (self.head_dim_k + self.head_dim_v) + self.index_dim
         return self.layers * numbers * dtype_bytes
 
@@ -117,25 +117,23 @@ class Geometry:
     notes: tuple[str, ...]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that one token needs in all layers that keep the KV of the whole context."""
+        """Return the bytes of one token's KV in all layers without a sliding window."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind in ("full", "mla"))
 
     def kv_bytes_per_token_window(self, dtype_bytes: int) -> int:
-        """Return the bytes that one token needs in all layers with a sliding window."""
+        """Return the bytes of one token's KV in all layers with a sliding window."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind == "window")
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that this engine caches per token in all layers."""
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of KV and state for `length` tokens, if KV that has left a sliding window is freed."""
+        """Return the bytes of KV and recurrent state for `length` tokens, if KV outside sliding windows is freed."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
     @property
     def caches_kv(self) -> bool:
-        """True if any layer caches KV, False if all layers are recurrent."""
         return any(group.kind != "state" for group in self.groups)
 
     @property
@@ -151,17 +149,17 @@ class Geometry:
 def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_bytes: int = 2) -> Geometry:
     """Return a model's layers in groups that need the same KV memory.
 
-    `dtype_bytes` is the bytes of one number in the model's type, in which recurrent layers keep part of their state.
-    Raises ModelError for an encoder-decoder, and for a config whose layers or heads are missing or inconsistent.
+    `dtype_bytes` is the bytes of one number in the model's type. Raises ModelError for an encoder-decoder, and for a
+    config whose layers or heads are missing or inconsistent.
     """
     fields = config if isinstance(config, Fields) else read_fields(config)
     return LayerReader(fields.reread(), dtype_bytes).geometry()
 
 
 class LayerReader:
-    """Reader of the layers that one config describes. The methods raise ModelError if the config is invalid.
+    """Reader of the layers in one config. The methods raise ModelError if the config is invalid.
 
-    `assumed` collects the assumptions that the methods make, and `facts` those facts that users should know.
+    `assumed` collects sentences about assumptions, and `facts` sentences about facts that users should know.
     """
 
     def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:
@@ -171,7 +169,6 @@ class LayerReader:
         self.facts: list[str] = []
 
     def geometry(self) -> Geometry:
-        """Return the model's layers in groups that need the same KV memory."""
         if not self.fields.known:
             model_type = self.fields.model_type or "not given"
             self.assumed.append(f"model_type is {model_type}: defaults of settings that the config omits are unknown")
@@ -197,7 +194,7 @@ class LayerReader:
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)
 
     def layer_names(self) -> list[str]:
-        """Return the types of all layers, in order, under their names in config.json ("full_attention", "mamba")."""
+        """Return the type of each layer under its name in config.json, such as "full_attention" or "mamba"."""
         fields = self.fields
         layers, listed, name = fields.get("num_hidden_layers"), fields.get("layer_types"), "layer_types"
         if listed is None and (pattern := fields.get("hybrid_override_pattern")):
@@ -217,10 +214,7 @@ class LayerReader:
         return [cycle[layer % len(cycle)] for layer in range(layers)]
 
     def _cycle(self, layers: int) -> Sequence[str]:
-        """Return the types of the first layers, for a config that does not list the types of all layers.
-
-        The types of the other layers repeat these types in the same order.
-        """
+        """Return the types of the first layers. The types of all further layers repeat them in the same order."""
         fields, get = self.fields, self.fields.get
         if interval := get("full_attention_interval"):
             return [*["linear_attention"] * (interval - 1), "full_attention"]
@@ -251,7 +245,7 @@ class LayerReader:
         return ["full_attention"]
 
     def kinds(self, name: str) -> tuple[LayerKind, ...]:
-        """Return the kinds of KV memory that a layer of the type `name` needs. The tuple is empty for an MLP layer."""
+        """Return the kinds of KV memory that a layer of the type `name` needs; none for an MLP layer."""
         if name not in _KINDS:
             self.assumed.append(f"layers of the unknown type {name!r} are counted as full attention")
             return ("full",)
@@ -301,7 +295,6 @@ class LayerReader:
         return heads
 
     def kv_heads(self, kind: LayerKind, layer: int) -> int:
-        """Return the number of KV heads in the layer with the index `layer`."""
         fields = self.fields
         if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
             return 1
@@ -318,7 +311,7 @@ class LayerReader:
         return int(given)
 
     def head_dim(self, kind: LayerKind, layer: int) -> int:
-        """Return the width of one query or key head in the layer with the index `layer`."""
+        """Return the width of one query or key head in a layer."""
         fields = self.fields
         if kind == "full" and fields.get("global_head_dim"):
             return int(fields.get("global_head_dim"))
@@ -335,11 +328,7 @@ class LayerReader:
         return width
 
     def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
-        """Return the value of the setting `name` for one layer.
-
-        If the config has a value for this layer alone, that is returned. Otherwise, a layer with a window has the value
-        for all such layers, if there is one. Any other layer has the value for all layers.
-        """
+        """Return the setting `name` for one layer, which may have its own value or the value of its kind."""
         value = self.fields.get(f"swa_{name}") if kind == "window" else None
         value = self.fields.get(name) if value is None else value
         overrides = self.fields.get("per_layer_config")

@@ -34,17 +34,14 @@ class Parameters(NamedTuple):
 
 
 def add_up(parts: Iterable[Parameters]) -> Parameters:
-    """Return the sum of all parts, class by class."""
     return Parameters(*map(sum, zip(*parts, strict=True)))
 
 
 def count_parameters(config: Fields) -> dict[str, Parameters] | None:
-    """Count the parameters in each module of the language model. Return them by name ("model.layers.0.mlp").
+    """Count the parameters in each module of the language model, by names as in checkpoints ("model.layers.0.mlp").
 
-    The names are those in checkpoints; all routed experts of a layer are counted under the name of the first. Returns
-    None for a family or variant that families.py does not describe.
-
-    Raises ModelError if the config does not describe all layers.
+    All routed experts of a layer are counted under the name of the first expert. Returns None for a model that
+    families.py does not describe. Raises ModelError if the config does not describe all layers.
     """
     family = FAMILIES.get(config.model_type)
     if family is None or not config.get("hidden_size") or not config.get("vocab_size") or _is_variant(config):
@@ -56,7 +53,6 @@ def count_parameters(config: Fields) -> dict[str, Parameters] | None:
 
 
 def _is_variant(config: Fields) -> bool:
-    """Return True if the config's settings add parts that _Counter does not count."""
     usual = {"falcon": "parallel_attn", "opt": "do_layer_norm_before"}.get(config.model_type)
     if usual is not None and not config.get(usual):
         return True
@@ -76,8 +72,6 @@ _Module = tuple[str, Parameters]
 
 
 class _Counter:
-    """Counter of the parameters of one language model."""
-
     def __init__(self, config: Fields, parts: DecoderParts) -> None:
         self.config = config
         self.parts = parts
@@ -85,7 +79,6 @@ class _Counter:
         self.reader = LayerReader(config)
 
     def count(self) -> Iterator[_Module]:
-        """Yield the names and parameters of all modules: embeddings, layers and last norm."""
         copies = 1 if self.config.get("tie_word_embeddings", default=False) else 2
         embeddings, other = copies * self.config.get("vocab_size") * self.hidden, 0
         if self.parts.head_bias:
@@ -118,10 +111,7 @@ class _Counter:
         return Parameters(other=count * self.parts.norm_vectors * self.hidden)
 
     def _attention(self, module: str, layer: int, name: str) -> Iterator[_Module]:
-        """Yield the parameters of attention: the projections of queries, keys, values and output, and smaller parts.
-
-        The smaller parts are biases, norms of queries and keys, and sinks, as far as the family has them.
-        """
+        """Yield the projections of queries, keys, values and output, with the family's biases, QK norms and sinks."""
         [kind] = self.reader.kinds(name)
         heads, head_dim = self.reader.heads(kind, layer), self.reader.head_dim(kind, layer)
         query, key = heads * head_dim, self.reader.kv_heads(kind, layer) * head_dim
@@ -137,11 +127,7 @@ class _Counter:
         yield module, Parameters(other=other)
 
     def _mla(self, module: str) -> Iterator[_Module]:
-        """Yield the parameters of multi-head latent attention (DeepSeek-V2).
-
-        It has low-rank projections of KV and, if the config says so, of queries. Sparse attention (DeepSeek-V3.2) adds
-        an indexer: projections of queries, of one key, and of one weight per head.
-        """
+        """Yield the parameters of multi-head latent attention (DeepSeek-V2) and of its indexer (DeepSeek-V3.2)."""
         get, heads = self.config.get, self.reader.heads()
         latent, rope, plain = get("kv_lora_rank"), get("qk_rope_head_dim"), get("qk_nope_head_dim")
         value, narrow = get("v_head_dim"), get("q_lora_rank")
@@ -163,10 +149,7 @@ class _Counter:
         yield module, Parameters(other=latent + (narrow or 0) + biases)
 
     def _recurrent(self, module: str) -> Iterator[_Module]:
-        """Yield the parameters of a recurrent layer, which is a gated delta net or a Mamba-2 mixer.
-
-        These are an input and an output projection, a convolution, some numbers per head, and a norm.
-        """
+        """Yield the parameters of a gated delta net or a Mamba-2 mixer."""
         if (sizes := recurrent_sizes(self.config)) is None or not sizes.heads:
             raise ModelError("config has recurrent layers of a kind whose weights cannot be counted")
         width, heads, taps = sizes.width, sizes.heads, sizes.kernel
@@ -180,7 +163,6 @@ class _Counter:
         yield module, Parameters(other=sizes.channels * taps + small)
 
     def _mlps(self, module: str, layer: int, name: str) -> Iterator[_Module]:
-        """Yield the parameters of a layer's dense MLP, or of its experts and their router."""
         get, size = self.config.get, self.config.size
         if self.config.model_type == "gemma4_text":  # a dense MLP and experts, which have separate norms and scales
             yield from self._mlp(module, size("intermediate_size"))

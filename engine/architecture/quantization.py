@@ -1,7 +1,4 @@
-"""Reader of a checkpoint's quantisation: bits per weight of each matrix, the type of matrix products, the type of KV.
-
-A checkpoint describes it in config.json (quantization_config) or beside it in hf_quant_config.json (NVIDIA ModelOpt).
-"""
+"""Reader of a checkpoint's quantisation, from config.json or from hf_quant_config.json (NVIDIA ModelOpt)."""
 
 from __future__ import annotations
 
@@ -47,10 +44,9 @@ Bits = float | None
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bits per weight, including scales and zero points, of some modules of a checkpoint.
+    """Bits per weight, with scales and zero points, of the modules whose names match `pattern` (None: all modules).
 
-    These are the modules whose names match `pattern`, or all modules if it is None. If `experts` is True, the scheme
-    holds only for routed experts. `fp8` is True if activations are quantised to 8 bits too.
+    If `experts` is True, the scheme holds only for routed experts. `fp8` is True if activations have 8 bits too.
     """
 
     bits: Bits
@@ -63,9 +59,9 @@ class Scheme:
 class Quantization:
     """Format of a quantised checkpoint.
 
-    If several of the `schemes` apply to a module, the first of them holds. `known` is False for an unknown format.
-    `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache; fp8 weights alone do not imply such scales.
-    `kv_doubt` says why the type of KV is unclear; None if it is clear.
+    The first of the `schemes` that applies to a module determines its bits. `known` is False for an unknown format.
+    `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache. `kv_doubt` says why the type of KV is unclear;
+    None if it is clear.
     """
 
     method: str
@@ -76,15 +72,15 @@ class Quantization:
     kv_doubt: str | None = None
 
     def bits(self, module: str, *, expert: bool = False) -> Bits:
-        """Return the bits per weight in the matrix of this module, such as "model.layers.0.mlp.up_proj"."""
+        """Return the bits per weight in the matrix of a module, such as "model.layers.0.mlp.up_proj"."""
         schemes = (scheme for scheme in self.schemes if expert or not scheme.experts)
         return next((one.bits for one in schemes if one.pattern is None or one.pattern.search(module)), None)
 
 
 def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """Return the content of config.json, with the settings of the hf_quant_config.json beside it, if there is one.
+    """Return the content of config.json, completed by the hf_quant_config.json in the same directory, if there is one.
 
-    A setting that both files have is taken from config.json. Raises ModelError if the file cannot be read.
+    A setting in both files is taken from config.json. Raises ModelError if the file cannot be read.
     """
     if not (directory / QUANTIZATION_FILE).is_file():
         return content
@@ -96,14 +92,14 @@ def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mappi
 
 
 def settings_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization_config in the content of a config.json; empty if the weights are not quantised."""
+    """Return the quantization_config of a config.json; empty if the weights are not quantised."""
     places = (content, nested_text(content) or {})
     found: Any = next((place[name] for place in places for name in _SETTINGS if place.get(name)), {})
     return found if isinstance(found, Mapping) else {"quant_method": str(found)}
 
 
 def named_format(name: str) -> str | None:
-    """Return the format of weights that the name of a model contains, such as FP8 or AWQ; None if it contains none."""
+    """Return the weight format in the name of a model, such as FP8 or AWQ; None if there is none."""
     found = _FORMAT_IN_NAME.search(name)
     return None if found is None else found[1]
 
@@ -140,7 +136,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
 
 
 def format_name(settings: Mapping[str, Any]) -> str:
-    """Return the name of a quantisation in words, such as "awq" or "modelopt NVFP4"."""
+    """Return a name for users, such as "awq" or "modelopt NVFP4"."""
     return f"{method_of(settings)} {settings.get('quant_algo') or ''}".strip()
 
 
@@ -181,10 +177,7 @@ _WEIGHTS_ONLY = frozenset({"mxfp4", "fp8", "fbgemm-fp8", "awq", "gptq", "bitsand
 
 
 def _fp8_kv(stated: Mapping[str, Any], method: str) -> bool | None:
-    """Return True if KV is stored in fp8, False if in the type of the model, None if `stated` does not tell.
-
-    `stated` has the settings whose names contain "kv".
-    """
+    """Return True if KV is stored in fp8, False if in the model's type, None if `stated` does not tell."""
     if not stated:
         return False if method in _WEIGHTS_ONLY else None
     for scheme in stated.values():
@@ -199,11 +192,7 @@ def _fp8_kv(stated: Mapping[str, Any], method: str) -> bool | None:
 
 
 def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
-    """Yield the schemes that a quantization_config describes.
-
-    Schemes of modules that are not quantised come first, because the first scheme of a module holds. The schemes in the
-    settings of the quant_method follow.
-    """
+    """Yield the schemes of a quantization_config, beginning with modules that are not quantised."""
     get = settings.get
     yield from (Scheme(None, pattern=_module_pattern(name)) for name in _ignored(settings))
     match method:
@@ -237,7 +226,6 @@ def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
 
 
 def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) -> Scheme:
-    """Return the scheme of a quant_algo of NVIDIA ModelOpt."""
     algorithm = str(name).upper()
     if re.search("W4A16|W4A8_AWQ|INT4", algorithm):
         return Scheme(_grouped_bits(4, group or 128, zero_point=False), pattern=pattern)
@@ -245,7 +233,6 @@ def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) ->
 
 
 def _bits_named(name: str) -> Bits:
-    """Return the bits per weight of the format that `name` contains; None if it contains no known one."""
     return next((bits for sign, bits in _NAMED_BITS.items() if sign in name.upper()), None)
 
 
@@ -264,10 +251,10 @@ def _ignored(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _module_pattern(name: str) -> re.Pattern[str]:
-    """Return a pattern that matches the modules `name` and all modules in them. * and ? in `name` are wildcards.
+    """Return a pattern that matches the module `name` and all modules in it. * and ? in `name` are wildcards.
 
     After "re:", `name` is a regular expression. The part of a name before the first "layers." is ignored, because it
-    differs between a text model and the same model as part of a multimodal one.
+    differs between a text model and the same model inside a multimodal one.
     """
     if name.startswith("re:"):
         return _compiled(re.sub(r"^\^?((language_model|model)\\?\.)*", "", name[3:]))
@@ -284,10 +271,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool, scale_bits: int = 16) -> Bits:
-    """Return the bits per weight, including scales and zero points; None if `bits` is not a number of bits.
-
-    A `group` of weights shares one scale and, if `zero_point` is True, one zero point.
-    """
+    """Return the bits per weight if `group` weights share one scale and, if `zero_point` is True, one zero point."""
     if not isinstance(bits, int) or bits < 1:
         return None
     shared = scale_bits + (bits if zero_point else 0)

@@ -1,4 +1,4 @@
-"""Sizes of recurrent layers, and the size of the state that a layer keeps for each sequence."""
+"""Sizes of recurrent layers and of the state that a recurrent layer keeps for each sequence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _FLOAT32 = 4
 class RecurrentSizes(NamedTuple):
     """Sizes of one recurrent layer.
 
-    `width` is the width of the layer's output; if the layer has `heads`, it is the width of all heads together. The
-    recurrent state has `state` numbers for each element of `width`. Its type is float32 if `float32` is True, else the
-    type of the model, unless the config names another type. The layer also keeps the last `kernel` - 1 inputs of a
-    short convolution over `channels` channels.
+    `width` is the width of the output of all heads together. The state has `state` numbers for each element of `width`,
+    in float32 if `float32` is True. The layer also keeps the last `kernel` - 1 inputs of a short convolution over
+    `channels` channels.
     """
 
     width: int
@@ -27,7 +26,7 @@ class RecurrentSizes(NamedTuple):
 
 
 def recurrent_sizes(fields: Fields) -> RecurrentSizes | None:
-    """Read the sizes of a config's recurrent layers. Return None if they are of an unknown kind."""
+    """Read the sizes of a config's recurrent layers; None for an unknown kind of layer."""
     get = fields.get
     if heads := get("linear_num_value_heads"):  # gated delta net: a matrix of key_dim x value_dim per value head
         key_dim, width = get("linear_key_head_dim"), heads * get("linear_value_head_dim")

@@ -1,4 +1,4 @@
-"""Rotary embeddings as a config describes them: the types that are known, and the context up to which they hold."""
+"""Longest context for which a config's rotary embeddings hold."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ ROPE_TYPES = frozenset(
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """Return the longest context in tokens and, in a tuple, a note on it, if there is one.
+    """Return the longest context in tokens, or None if it is unlimited, and notes on it.
 
-    The longest context is the smaller one of max_position_embeddings and `rotary_limit`, None if both are unset. The
-    note says that `rotary_limit` is the smaller one.
+    The longest context is max_position_embeddings or `rotary_limit`, whichever is smaller.
     """
     stated = fields.get("max_position_embeddings")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)

@@ -1,4 +1,4 @@
-"""Sizes of a model that are needed to plan memory, read from its config."""
+"""Sizes of a model that are needed to plan memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class ModelShape:
     """Sizes of a model. If layers differ, a size is that of the largest layer.
 
-    `inner_size` is the width of the MLP that one token passes through; `query_size` is the width of all query heads
-    together. `whole_scores` is True if a CPU must hold all attention scores at once, because the model caps them or
-    adds sinks or biases. `max_position` is the longest context in tokens, if limited. For `fp8_kv`, see Quantization.
+    `inner_size` is the width of the MLP that one token passes through. `query_size` is the width of all query heads
+    together. `whole_scores` is True if a CPU must hold all attention scores at once. `max_position` is the longest
+    context in tokens; None if it is unlimited. `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache.
     `exact` is True if all weights and activations are counted exactly.
     """
 
@@ -54,8 +54,7 @@ def model_shape(
     """Return the sizes of a model from its transformers config or the content of its config.json.
 
     `dtype_bytes` is the bytes of one number in the model's type. If `weights` is None, `model_weights` finds their
-    size, from the files in the directory `path` if possible. Raises ModelError if the config does not describe the
-    layers, or if a size has the wrong type.
+    size. Raises ModelError if the config does not describe the layers, or if a size has the wrong type.
     """
     fields = read_fields(config, cache)
     geometry = kv_geometry(fields, dtype_bytes)

@@ -1,8 +1,6 @@
 """Conversion of a config's settings to standard names and forms.
 
-Configs spell the layers of a model in several ways: a number for all layers, a list with a value for each, a list of
-descriptions (block_configs), or lists of layer numbers (linear_attn_config). `standardise` rewrites all of them as the
-settings that the other modules read. A setting whose value is a list has one value for each layer.
+A setting that differs between layers becomes a list with one value for each layer.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ _MLP_UNREAD = frozenset({"replace_with_linear", "sparsify", "moe"})
 
 
 def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under standard names. Settings that are null are left out.
+    """Return the settings under standard names, without those that are null.
 
     Raises ModelError for a linear_attn_config that does not name each layer exactly once.
     """
@@ -75,10 +73,7 @@ def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
-    """Return the settings that block_configs (Nemotron-NAS) describes, with a value for each layer.
-
-    A block describes the attention and the MLP of one layer. Each of them may be missing.
-    """
+    """Return the settings of block_configs (Nemotron-NAS), which describes the attention and the MLP of each layer."""
     attention, mlps = ([dict(block[part]) for block in blocks] for part in ("attention", "ffn"))
     heads, hidden = values.get("num_attention_heads", 0), values.get("hidden_size", 0)
     found: dict[str, Any] = {"layer_types": [], "num_key_value_heads": [], "sliding_window": []}
@@ -96,11 +91,7 @@ def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
 
 
 def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
-    """Return the width of an MLP. A missing MLP has the width 0.
-
-    If the config does not state the width but an ffn_mult, the width is 2/3 of ffn_mult x hidden_size, rounded up to a
-    multiple of 256.
-    """
+    """Return the width of an MLP: stated, computed from ffn_mult, or 0 if the block has no MLP."""
     if mlp.get("no_op"):
         return 0
     if mlp.get("intermediate_size"):
@@ -109,10 +100,7 @@ def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
 
 
 def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any]:
-    """Return the MLP widths that ffn_multipliers (OpenELM) describes: multiples of hidden_size, one for each layer.
-
-    The widths are rounded to multiples of ffn_dim_divisor.
-    """
+    """Return the MLP widths for ffn_multipliers (OpenELM), which has one multiple of hidden_size for each layer."""
     values.pop("qkv_multipliers", None)  # the numbers of heads follow from them
     divisor, widths = int(values.pop("ffn_dim_divisor", 1)), []
     for multiplier in multipliers:
@@ -123,10 +111,7 @@ def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any
 
 
 def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[str, Any]:
-    """Return the settings that linear_attn_config (Kimi Linear) describes.
-
-    It has two lists of layer numbers, which start at 1: layers with full attention and layers with linear attention.
-    """
+    """Return the settings of linear_attn_config (Kimi Linear), which lists the numbers of layers of either type."""
     full, delta = (set(described.get(name, ())) for name in ("full_attn_layers", "kda_layers"))
     layers = range(1, int(values.get("num_hidden_layers", 0)) + 1)
     if full & delta or full | delta != set(layers):
@@ -146,7 +131,7 @@ def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[st
 
 
 def _from_pattern(values: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
-    """Return the layer types that hybrid_layer_pattern (MiMo) describes: 1 is a layer with a window, 0 one without."""
+    """Return the layer types for hybrid_layer_pattern (MiMo): 1 is a layer with a sliding window, 0 one without."""
     return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
 
 

@@ -1,4 +1,4 @@
-"""Counts of the parameters of vision encoders, for the multimodal models in `_ENCODERS`."""
+"""Counts of the parameters of vision encoders."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ Settings = Mapping[str, Any]
 
 
 def encoder_parameters(config: Settings) -> int | None:
-    """Return the number of a model's parameters outside its language model; 0 for a text model.
-
-    Returns None for a model that has an audio encoder, is not in `_ENCODERS`, or lacks a setting that the count needs.
-    """
+    """Return the number of a model's parameters outside its language model; 0 for a text model, None if unknown."""
     vision = config.get("vision_config")
     if any(config.get(name) for name in ("audio_config", "speech_config")):
         return None
@@ -28,10 +25,7 @@ def encoder_parameters(config: Settings) -> int | None:
 
 
 def can_be_built(config: Settings) -> bool:
-    """Return True if the parameters of the encoders must be counted by building the model.
-
-    This is the case if the config describes an encoder but `_ENCODERS` does not have the model_type.
-    """
+    """Return True if a model has an encoder whose parameters can be counted only by building the model."""
     described = any(isinstance(config.get(f"{name}_config"), Mapping) for name in ("vision", "audio", "speech"))
     return described and str(config.get("model_type")) not in _ENCODERS
 
@@ -41,15 +35,10 @@ def _dense(rows: int, columns: int) -> int:
 
 
 def _plain_block(hidden: int, inner: int) -> int:
-    """Return the number of parameters of a transformer block with two LayerNorms and biases on all projections."""
     return 4 * hidden + 4 * _dense(hidden, hidden) + _dense(inner, hidden) + _dense(hidden, inner)
 
 
 def _qwen3_vl(config: Settings, vision: Settings) -> int:
-    """Return the number of parameters of Qwen3-VL's encoder.
-
-    It has learned positions, plain blocks, one merger, and another merger for each deepstack layer.
-    """
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, inner)
     embedded = _patches(vision, hidden) + hidden + vision["num_position_embeddings"] * hidden
@@ -59,42 +48,28 @@ def _qwen3_vl(config: Settings, vision: Settings) -> int:
 
 
 def _qwen2_vl(config: Settings, vision: Settings) -> int:
-    """Return the number of parameters of Qwen2-VL's encoder: plain blocks and one merger.
-
-    The blocks have the width `embed_dim`, and the output of the merger has the width `hidden_size`.
-    """
     hidden, out = vision["embed_dim"], vision["hidden_size"]
     blocks = vision["depth"] * _plain_block(hidden, int(hidden * vision["mlp_ratio"]))
     return int(_patches(vision, hidden) + blocks + 2 * hidden + _merger(vision, hidden, out))
 
 
 def _qwen2_5_vl(config: Settings, vision: Settings) -> int:
-    """Return the number of parameters of Qwen2.5-VL's encoder: gated blocks with RMSNorm, and one merger."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     block = 2 * hidden + 4 * _dense(hidden, hidden) + 2 * _dense(inner, hidden) + _dense(hidden, inner)
     return int(_patches(vision, hidden) + vision["depth"] * block + hidden + _merger(vision, hidden, out))
 
 
 def _patches(vision: Settings, hidden: int) -> int:
-    """Return the number of parameters of the patch embedding, which has no bias."""
     channels = vision.get("in_channels", vision.get("in_chans", 3))
     return int(channels * vision["temporal_patch_size"] * vision["patch_size"] ** 2 * hidden)
 
 
 def _merger(vision: Settings, hidden: int, out: int) -> int:
-    """Return the number of parameters of a merger.
-
-    The merger is an MLP that turns spatial_merge_size ** 2 vectors into one vector of width `out`.
-    """
     merged = hidden * vision["spatial_merge_size"] ** 2
     return int(_dense(merged, merged) + _dense(out, merged))
 
 
 def _mistral3(config: Settings, vision: Settings) -> int:
-    """Return the number of parameters of Pixtral's encoder.
-
-    It has gated blocks with RMSNorm and without biases, a patch merger and two projections.
-    """
     hidden, inner, text = vision["hidden_size"], vision["intermediate_size"], config["text_config"]["hidden_size"]
     heads = vision["num_attention_heads"] * vision["head_dim"]
     block = 2 * hidden + 4 * hidden * heads + 3 * hidden * inner
@@ -105,7 +80,6 @@ def _mistral3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma3(config: Settings, vision: Settings) -> int:
-    """Return the number of parameters of Gemma 3's encoder: SigLIP without its pooling head, and one projection."""
     if vision["vision_use_head"]:
         raise KeyError("vision_use_head")
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
@@ -117,10 +91,6 @@ def _gemma3(config: Settings, vision: Settings) -> int:
 
 
 def _gemma4(config: Settings, vision: Settings) -> int:
-    """Return the number of parameters of Gemma 4's encoder.
-
-    It has gated blocks with four norms and QK norms, two position tables and one projection.
-    """
     hidden, head_dim = vision["hidden_size"], vision["head_dim"]
     query, key = vision["num_attention_heads"] * head_dim, vision["num_key_value_heads"] * head_dim
     block = 2 * hidden * (query + key) + 3 * hidden * vision["intermediate_size"] + 4 * hidden + 2 * head_dim

@@ -1,4 +1,4 @@
-"""Size of a model's loaded weights, read from the headers of its files or else computed from its config."""
+"""Size of a model's loaded weights, from the headers of its files or computed from its config."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _REMEDY = "give the size of the weights with --weights-bytes, or name a director
 class Weights:
     """Size of a model's weights: `count` bytes in the serving type. `exact` is False for an estimate.
 
-    `source` names the origin of the size: "safetensors", "config", "--weights" or "unknown". `doubt` says why the
-    estimate may be far from the truth; None if it is close.
+    `source` is the origin of the size: "safetensors", "config", "--weights" or "unknown". `doubt` says why the estimate
+    may be far from the truth; None if it is close.
     """
 
     count: int
@@ -68,10 +68,8 @@ class Weights:
 def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:
     """Return the size of a model's weights when it is served in a type of `dtype_bytes` bytes.
 
-    If the directory `path` has safetensors files, the size comes from their headers: `dtype_bytes` per number of a
-    floating-point tensor, because loading converts it, and the stored bytes of a quantised tensor. Without files, the
-    size comes from the config; tied embeddings count once. If the config does not suffice either, the size is 0 and a
-    note says why. Raises ModelError for a damaged file.
+    The size comes from the safetensors headers in the directory `path`, or from the config if there are no such files.
+    If neither tells the size, it is 0 and a note says why. Raises ModelError for a damaged file.
     """
     files: list[Path] = []
     if path is not None and (path / _INDEX).is_file():
@@ -106,8 +104,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
     """Return the number of parameters of each module of a model, by name, and notes for the user.
 
-    The numbers come from families.FAMILIES or, for other models, from a model built on the meta device. If neither is
-    possible, the mapping is empty. The notes say what is not counted or is assumed.
+    The mapping is empty if the parameters cannot be counted.
     """
     counted = count_parameters(fields)
     encoders = encoder_parameters(fields.content)
@@ -128,10 +125,7 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
 
 
 def numbered_shards(directory: Path) -> list[Path]:
-    """Return the paths that a directory should have if it has at least one model-0000K-of-0000N.safetensors.
-
-    These are the paths for K = 1 to N. Some of the files may be missing. Returns an empty list if all are missing.
-    """
+    """Return the paths of all files model-0000K-of-0000N.safetensors, K = 1 to N, if at least one of them exists."""
     totals = {match["total"] for file in directory.glob("model-*") if (match := _SHARD.fullmatch(file.name))}
     return [
         directory / f"model-{number:05}-of-{total}.safetensors"
@@ -176,7 +170,6 @@ def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weight
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Read a safetensors header: eight bytes that hold its length (little-endian), then JSON of that length."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
@@ -192,9 +185,8 @@ def _header(file: Path) -> dict[str, Any]:
 def _built_modules(config: Any) -> dict[str, Any] | None:
     """Count parameters by building the model on torch's meta device, which takes seconds but no memory.
 
-    Returns a dict: "modules" maps names of modules to the fields of their Parameters, and "understood" lists the
-    settings that the model's class knows. Returns None if the model cannot be built, because of a missing package or an
-    invalid value.
+    Returns {"modules": {name: the five numbers of Parameters}, "understood": settings that the model's class knows}, or
+    None if the model cannot be built.
     """
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
@@ -224,7 +216,7 @@ def _built_modules(config: Any) -> dict[str, Any] | None:
 
 
 def _classified(name: str, tensor: torch.Tensor) -> Parameters:
-    """Return the number of parameters in one tensor of a built model, in the class that its name and shape indicate."""
+    """Return the number of elements of a tensor, in the class of parameters that its name and shape indicate."""
     count = int(tensor.numel())
     if _ENCODER.search(name):
         return Parameters(encoders=count)

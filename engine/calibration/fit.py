@@ -1,4 +1,4 @@
-"""Fit of a FittedCost to measured steps, which minimises relative errors with coefficients of at least 0."""
+"""Fit of a FittedCost to measured steps. It minimises relative errors; all coefficients are at least 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KNEES = (0.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 class MeasuredStep(NamedTuple):
-    """Step that was measured: its shape, the median of its times in seconds, and its name."""
+    """Step that was measured. `seconds` is the median of its times."""
 
     shape: StepShape
     seconds: float
@@ -39,16 +39,12 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Median absolute relative error in leave-one-out cross-validation (`left_out`)."""
+        """Median absolute relative error in leave-one-out cross-validation."""
         return float(np.median(np.abs(self.left_out)))
 
 
 def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
-    """Fit a FittedCost to `steps` with each value of `knee` in KNEES, and return the best Fit.
-
-    The best Fit has the smallest mean absolute error in `left_out`. `window` is the language model's sliding window in
-    tokens, if it has one.
-    """
+    """Fit a FittedCost to `steps`. `window` is the language model's sliding window in tokens, if it has one."""
     fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))
 
@@ -66,11 +62,7 @@ def _fit(steps: Sequence[MeasuredStep], knee: float, window: int | None) -> Fit:
 
 
 def non_negative(matrix: Array) -> Array:
-    """Return the vector x >= 0 that minimises |matrix @ x - 1|.
-
-    The solution is exact: the function solves the unconstrained problem for every subset of the columns and returns the
-    best solution without negative numbers.
-    """
+    """Return the vector x >= 0 that minimises |matrix @ x - 1|."""
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     scaled = matrix / scale
     gram, moment = scaled.T @ scaled, scaled.sum(axis=0)

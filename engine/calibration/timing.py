@@ -99,8 +99,8 @@ def describe(rows: Rows) -> str:
 class ServingOverhead(NamedTuple):
     """Overhead of serving `num_seqs` decoding sequences, while other threads compete for the Python interpreter.
 
-    `between` is the seconds from the end of a step to the start of the next. `slowdown` is the time of a step divided
-    by the time of the same step when nothing is served.
+    `between` is the seconds from the end of a step to the start of the next step. `slowdown` is the time of a step
+    divided by the time of the same step when nothing is served.
     """
 
     num_seqs: int
@@ -126,19 +126,14 @@ class DeviceTimings:
 def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
     """Load the model and measure its steps, each `repeats` times.
 
-    All steps are measured once before any is measured again, so that other load on the machine affects all steps
-    equally. Raises ModelError if the model cannot be loaded, and ConfigError if `config` allows too few different
-    steps.
+    Raises ModelError if the model cannot be loaded, and ConfigError if `config` allows too few different steps.
     """
     engine = build_engine(config if config.swap_space else replace(config, **_SWAPPING), progress)
     return measure_engine(engine, repeats, progress)
 
 
 def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Measure the steps of an engine like `measure_device`.
-
-    The measurement overwrites the KV cache, so afterwards the engine may only be passed to `engine_beside`.
-    """
+    """Measure the steps of an engine. This overwrites the engine's KV cache."""
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
     config, window = engine.config, engine.plan.window
@@ -179,7 +174,7 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
 
 
 class _ServedStep(NamedTuple):
-    """Step of a serving engine: rows, tokens, seconds that it took, and the time at which its result came."""
+    """Step of a serving engine. `elapsed` is its seconds; `end` is the time at which its result came."""
 
     num_rows: int
     num_tokens: int
@@ -192,11 +187,7 @@ def _record(steps: list[_ServedStep], plan: StepPlan, result: StepResult) -> Non
 
 
 def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -> tuple[ServingOverhead, ...]:
-    """Measure how much longer steps take while serving, for several numbers of sequences.
-
-    The function alternates between serving and running the same steps alone, and compares the medians. It leaves out a
-    number if serving never had two consecutive steps with that many sequences. Raises ConfigError if no number is left.
-    """
+    """Measure how much longer steps take while serving, for several numbers of sequences."""
     executor = cast("TorchExecutor", engine.executor)
     counts = sorted({min(count, limits.max_rows) for count in _SERVED})
     num_tokens = max(1, min(_SERVED_TOKENS, limits.max_model_len - 2))

@@ -38,7 +38,7 @@ class EvictionOrder:
             self._is_shared[block] = 1
 
     def add(self, block: int) -> None:
-        """Add a block as the most recently used block of its kind (private or shared)."""
+        """Add a block as the most recently used block of its kind."""
         self._segment_of(block)[block] = None
         if len(self._shared) > self._max_shared:
             demoted, _ = self._shared.popitem(last=False)
@@ -46,15 +46,15 @@ class EvictionOrder:
             self._private[demoted] = None
 
     def remove(self, block: int) -> None:
-        """Remove a block because a request uses it again. A shared block stays marked as shared."""
+        """Remove a block because a request uses it again."""
         del self._segment_of(block)[block]
 
     def touch(self, block: int) -> None:
-        """Make a block the most recently used block of its kind (private or shared)."""
+        """Make a block the most recently used block of its kind."""
         self._segment_of(block).move_to_end(block)
 
     def discard(self, block: int) -> None:
-        """Remove a block whose content has become useless, and clear its mark as shared."""
+        """Remove a block whose content has become useless."""
         del self._segment_of(block)[block]
         self._is_shared[block] = 0
 
@@ -65,7 +65,6 @@ class EvictionOrder:
         return block
 
     def is_shared(self, block: int) -> bool:
-        """Return True if the block is marked as shared."""
         return bool(self._is_shared[block])
 
     def _segment_of(self, block: int) -> OrderedDict[int, None]:

@@ -27,9 +27,7 @@ class KVLayout:
     """Layout of KV: `full_groups` groups of full-attention layers and `window_groups` groups of sliding-window layers.
 
     In sliding-window layers, a token attends to the last `window` tokens, itself included. After c tokens of a sequence
-    are computed, sliding-window groups keep the block of the next token (position c) and the `num_behind` blocks before
-    this block, and release all earlier blocks. (`num_behind` is at least 1, so a request that reuses a cached prefix
-    always holds the prefix's last block.)
+    are computed, sliding-window groups keep the block of position c and the `num_behind` blocks before it.
     """
 
     block_size: int
@@ -67,7 +65,7 @@ class KVLayout:
     def longest(self, num_blocks: int) -> int:
         """Return the length in tokens of the longest sequence that fits in `num_blocks` blocks.
 
-        Returns sys.maxsize if all groups are sliding-window groups and each group has blocks for one window.
+        Returns sys.maxsize if there are only sliding-window groups and each has blocks for one window.
         """
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
@@ -79,9 +77,9 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """Result of `group_layers`: the layout, and the layers that share a block (`group`).
+    """Layout of the cached KV, with the layers that share a block (`group`).
 
-    If sliding-window layers keep the KV of all tokens, `reason` says why. In all other cases it is None.
+    If sliding-window layers keep the KV of all tokens, `reason` says why; otherwise it is None.
     """
 
     layout: KVLayout
@@ -89,17 +87,12 @@ class LayerGrouping(NamedTuple):
     reason: str | None = None
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return how many bytes the KV of one token takes in one group, if a number takes `dtype_bytes` bytes."""
+        """Return the bytes of one token's KV in one group."""
         return sum(layers.cached_bytes_per_token(dtype_bytes) for layers in self.group)
 
 
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:
-    """Return how layers are grouped for caching, if sequences have at most `longest` tokens (None: unknown).
-
-    Sliding-window layers get groups of their own only if this saves memory and the KV of a token has the same shape in
-    all layers, because all blocks must have the same size. In all other cases, one group of all layers keeps all
-    tokens.
-    """
+    """Group layers for caching. `longest` is the largest number of tokens in a sequence (None: unknown)."""
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]
     windowed = [group for group in caching if group.kind == "window"]

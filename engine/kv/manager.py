@@ -1,4 +1,4 @@
-"""Manager of the engine's KV memory: allocation of blocks to requests, sharing of equal prefixes, release of blocks."""
+"""Manager of KV memory: allocates blocks to requests, shares equal prefixes, releases blocks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Extend the request's blocks in full-attention groups to `num_tokens` tokens, or as far as the pool allows.
-
-        The pool keeps enough blocks available for one window in each sliding-window group.
-        """
+        """Extend the request's blocks in full-attention groups to `num_tokens` tokens, or as far as the pool allows."""
         table = request.table
         layout = table.layout
         spare = self._pool.num_available - layout.window_groups * (layout.num_behind + 1)
@@ -37,21 +34,20 @@ class StaticBatchBlocks:
             table.extend(width, self._pool.allocate(layout.full_groups * (width - len(table))))
 
     def keep(self, request: Request) -> None:
-        """Keep a request's blocks until the batch ends, although the request is about to release them."""
+        """Keep a request's blocks, which the request is about to release, until the batch ends."""
         blocks = request.table.held_blocks()
         self._pool.acquire(blocks)
         self._blocks.append(blocks)
         self.num_empty += request.table.num_empty(request.num_computed_tokens)
 
     def release(self) -> None:
-        """Release all kept blocks."""
         for blocks in self._blocks:
             self._pool.release(blocks)
         self._blocks.clear()
         self.num_empty = 0
 
     def ref_counts(self) -> Counter[int]:
-        """Return how many references the batch holds to each kept block."""
+        """Return the number of references that the batch holds to each block."""
         return Counter(block for blocks in self._blocks for block in blocks)
 
 
@@ -60,14 +56,11 @@ class KVManager:
 
     A block is findable if prefix lookup can return it to other requests. Only full blocks are findable, and the engine
     never writes to a findable block. At least the last token of a request is always computed, into a block that the
-    request does not share. If a cached block begins with the same tokens as this block, the cached KV is copied into
-    this block first (`copies`).
+    request does not share.
 
     Between two steps, a request holds blocks for all its tokens in each full-attention group. In each sliding-window
-    group, it holds at most the blocks that KVLayout describes (one more while a step is in flight). During a step,
-    sliding-window groups also need room for the tokens that the step computes (`reach`).
-
-    Pins hold at most `max_pinned_blocks` blocks. A request that runs alone can use all other blocks.
+    group, it holds the blocks that KVLayout describes. During a step, sliding-window groups also need room for the
+    tokens that the step computes (`reach`).
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class KVManager:
 
     @property
     def max_request_blocks(self) -> int:
-        """Number of blocks that a request that runs alone can always get."""
+        """Number of blocks that a request can always get when it runs alone."""
         return self.pool.num_blocks - self.pins.max_blocks
 
     # -- admission --------------------------------------------------------------------------------------------
@@ -109,11 +102,7 @@ class KVManager:
         return request.swapped.window_start if hit.from_host and request.swapped is not None else hit.window_start
 
     def admit(self, request: Request, hit: PrefixHit) -> int:
-        """Give a request blocks for all its tokens; return how many blocks of KV are copied back from host memory.
-
-        The blocks of `hit` are marked as shared. If the request was preempted before, they are not, because the request
-        may have written them itself.
-        """
+        """Give a request blocks for all its tokens. Return how many blocks of KV are copied back from host memory."""
         window_start = self._window_start(request, hit)
         swapped = request.swapped if hit.from_host else None
         if swapped is None:
@@ -156,8 +145,7 @@ class KVManager:
     def reach(self, request: Request, end: int) -> int:
         """Allocate blocks so that this step can compute the request's tokens before position `end`.
 
-        Returns the position before which all tokens have room: `end`, or less if too few blocks are available for
-        sliding-window groups. The step can always compute at least one token of the request.
+        Returns the position up to which the blocks suffice: `end`, or less if sliding-window groups lack blocks.
         """
         table = request.table
         if end > table.capacity:
@@ -204,8 +192,7 @@ class KVManager:
         """Return how many leading blocks of each group the request would find in the cache if it were preempted now.
 
         `demand` is the number of blocks that other requests take before the request resumes; None means every block
-        that the pool can give. With sliding windows the result is all findable blocks or 0, because a sequence cannot
-        resume without its last blocks.
+        that the pool can give.
         """
         if not self.prefix_cache.serves(request):
             return 0
@@ -221,7 +208,7 @@ class KVManager:
     def num_swapped(self, request: Request) -> int:
         """Return how many blocks `swap_out` would copy.
 
-        These are all blocks with KV, except leading blocks that other requests or pins also hold.
+        It copies all blocks with KV, except leading blocks that other requests or pins hold too.
         """
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
@@ -229,7 +216,7 @@ class KVManager:
         """Schedule copies of a preempted request's KV to host memory, and release all blocks of the request.
 
         The caller must check that `num_swapped` host blocks are free, and that a step has computed tokens of the
-        request since its admission, because KV may have to be copied into the request's blocks before that step.
+        request since its admission.
         """
         assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))
@@ -246,12 +233,12 @@ class KVManager:
     # -- state ------------------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> bool:
-        """Set the cache's time to `now` (engine's clock) and delete expired pins; return whether a pin had expired."""
+        """Set the cache's time to `now` (engine's clock) and delete expired pins. Return True if a pin had expired."""
         self.prefix_cache.now = now
         return self.pins.expire(now)
 
     def usage(self, running: Iterable[Request]) -> KVUsage:
-        """Return how KV memory is used now, between two steps. `running` are all requests that hold blocks."""
+        """Return how KV memory is used between two steps. `running` are all requests that hold blocks."""
         empty = sum(request.table.num_empty(request.num_computed_tokens) for request in running)
         return KVUsage(
             held=self.pool.num_used * self.block_size,
@@ -279,7 +266,6 @@ class KVManager:
 def make_kv(
     config: ResolvedConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
 ) -> KVManager:
-    """Return an engine's KV manager. Defaults: no swap space, and one group of all layers that keeps all tokens."""
     layout = layout or KVLayout(config.block_size)
     pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
     return KVManager(

@@ -1,4 +1,4 @@
-"""Reasons for prefix cache misses, and detection of prompts that differ at the same early token."""
+"""Reasons for prefix cache misses, and detection of prompts that differ at one early token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SALTS = 64
 class MissKind(StrEnum):
     """Reason why a prefix hit is not longer. HIT: all whole blocks that the request may reuse were found.
 
-    Only the operator may see OTHER_SALT, because this kind reveals to one tenant what another tenant has sent.
+    OTHER_SALT is for the operator only, because it reveals to one tenant what another tenant has sent.
     """
 
     HIT = "hit"
@@ -36,8 +36,7 @@ class MissKind(StrEnum):
 class Miss(NamedTuple):
     """Reason for a miss. The first `position` tokens of the prompt match a cached prefix.
 
-    For kind EVICTED, `age` is the time in seconds since the eviction. It is None for all other kinds, and if only
-    blocks of sliding-window layers were evicted.
+    `age` is the time in seconds since the eviction of the KV; None if it is unknown or no KV was evicted.
     """
 
     kind: MissKind
@@ -46,7 +45,7 @@ class Miss(NamedTuple):
 
 
 class Misses:
-    """Counter of misses by reason, with a detector of prompts that differ at an early token."""
+    """Counter of misses by reason, with a detector of prompts that differ at one early token."""
 
     def __init__(self, prefixes: PrefixTree) -> None:
         self.counts: Counter[MissKind] = Counter()
@@ -62,7 +61,7 @@ class Misses:
             self._ghosts.popitem(last=False)
 
     def skipped(self) -> Miss:
-        """Count a request that was not looked up in the cache, and return a miss of kind SKIPPED."""
+        """Count and return a miss of kind SKIPPED, for a request that was not looked up."""
         self.counts[MissKind.SKIPPED] += 1
         return Miss(MissKind.SKIPPED, 0)
 
@@ -129,11 +128,7 @@ class ChangingPrompts:
 
 
 class _Divergence(NamedTuple):
-    """Divergence of a prompt from cached prompts at token `position`.
-
-    `tokens` are the prompt's tokens from AROUND + SPREAD tokens before `position` to MIN_LOST tokens after it.
-    `private` is True if the prompt has a cache_salt.
-    """
+    """Divergence of a prompt from cached prompts at token `position`. `tokens` are the prompt's tokens around it."""
 
     position: int
     tokens: list[int]
@@ -156,10 +151,7 @@ class PromptWatch:
         self._recent: deque[_Divergence | None] = deque(maxlen=WINDOW)
 
     def add(self, prompt: Sequence[int], diverged_at: int | None, *, private: bool = False) -> None:
-        """Record the latest prompt. It diverges from cached prompts at token `diverged_at` (None: nowhere).
-
-        A divergence counts if it is in the first half of the prompt and at least MIN_LOST tokens follow it.
-        """
+        """Record the latest prompt. It diverges from cached prompts at token `diverged_at` (None: nowhere)."""
         self.num_seen += 1
         if diverged_at is None or len(prompt) - diverged_at < max(diverged_at, MIN_LOST):
             self._recent.append(None)
@@ -168,10 +160,7 @@ class PromptWatch:
         self._recent.append(_Divergence(diverged_at, list(prompt[start : diverged_at + MIN_LOST]), private))
 
     def report(self) -> ChangingPrompts | None:
-        """Return a report if at least half of the last WINDOW prompts differ at one position, else None.
-
-        Only prompts that are similar after this position count. The search takes milliseconds.
-        """
+        """Return a report if at least half of the last WINDOW prompts differ at one token but are similar after it."""
         diverged = [d for d in self._recent if d is not None]
         places = ([d for d in diverged if low <= d.position < low + SPREAD] for low in {d.position for d in diverged})
         found = max(places, key=len, default=[])

@@ -15,16 +15,16 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return the largest number of blocks that pins may hold: `share` x `num_blocks` or less.
+    """Return the most blocks that pins may hold: `share` x `num_blocks`, or less.
 
-    It is less if pins would otherwise leave fewer than `max_request_blocks` blocks, which the longest request needs.
+    The limit leaves at least `max_request_blocks` blocks for the longest request.
     """
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """State of a pinned prefix: the tokens in its whole blocks, and how many of these tokens have KV already.
+    """Pinned prefix: the number of tokens in its whole blocks, and how many of these tokens have KV already.
 
     `expires_at` is in seconds of the engine's clock; None means that the pin never expires.
     """
@@ -50,9 +50,8 @@ class Pins:
     """Pinned prefixes of an engine.
 
     A pin references all blocks of its prefix in full-attention groups, and the blocks of the last window in
-    sliding-window groups. If the KV of a prefix is not written yet, `advance` pins each block once a request has
-    written it. All pins together have at most `max_blocks` blocks, written or still to be written. A written block that
-    several pins share counts once.
+    sliding-window groups. All pins together have at most `max_blocks` blocks, written or still to be written. A block
+    that several pins share counts once.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
@@ -68,14 +67,13 @@ class Pins:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that pins hold now."""
         return len(self._holds)
 
     def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
         """Pin the whole blocks of a prefix for `ttl` seconds (None: until the pin is deleted).
 
-        If the same prefix is pinned already, only the time at which its pin expires changes. Raises RequestError if the
-        ttl is not positive and finite, if the prefix is shorter than a block, or if the pins would exceed `max_blocks`.
+        Pinning the same prefix again only changes the time at which the pin expires. Raises RequestError if the ttl is
+        not positive and finite, if the prefix is shorter than a block, or if the pins would exceed `max_blocks`.
         """
         if ttl is not None and not (0 < ttl < math.inf):
             raise RequestError(
@@ -101,7 +99,7 @@ class Pins:
         return self._state(pin)
 
     def advance(self) -> None:
-        """Pin the blocks that pins wait for and that requests have written since the last call.
+        """Pin the blocks of pinned prefixes that requests have written since the last call.
 
         Call this before a request can release such blocks.
         """
@@ -139,18 +137,17 @@ class Pins:
         self._pool.release(blocks)
 
     def expire(self, now: float) -> bool:
-        """Delete the pins that have expired by the time `now`; return True if a pin had expired."""
+        """Delete the pins that have expired by the time `now`. Return True if a pin had expired."""
         over = [pin for pin in self._pins.values() if pin.expires_at is not None and pin.expires_at <= now]
         for pin in over:
             self.delete(pin.pin_id)
         return bool(over)
 
     def next_expiry(self) -> float | None:
-        """Return the time (engine's clock) at which the next pin expires, or None if no pin will expire."""
+        """Return the time (engine's clock) at which the next pin expires; None if no pin expires."""
         return min((pin.expires_at for pin in self._pins.values() if pin.expires_at is not None), default=None)
 
     def states(self) -> list[PinState]:
-        """Return the state of every pin, oldest first."""
         return [self._state(pin) for pin in self._pins.values()]
 
     def ref_counts(self) -> Counter[int]:

@@ -11,8 +11,8 @@ from llmsched.engine.kv.eviction import EvictionOrder
 class KVUsage(NamedTuple):
     """Use of KV memory, as the number of tokens for which blocks have room. A token counts once in each layer group.
 
-    `held` is the room in blocks that requests or pins hold, where shared blocks count once. `empty` is the part of
-    `held` without KV. `cached` is the room in blocks that only the prefix cache keeps.
+    `held` is the room in blocks that requests or pins hold. `empty` is the part of `held` without KV. `cached` is the
+    room in blocks that only the prefix cache keeps.
     """
 
     held: int
@@ -25,9 +25,8 @@ class BlockPool:
     """Pool of reference-counted blocks 0 .. num_blocks-1.
 
     Each block is used (ref_count > 0), cached (ref_count 0, in the prefix tree, evictable) or free (without useful
-    content). EvictionOrder chooses the cached block to evict. Requests must release their last blocks first: then the
-    end of a sequence is evicted before its beginning. (Blocks that have left a sliding window may be evicted at any
-    time.)
+    content). Requests must release their last blocks first, so that the end of a sequence is evicted before its
+    beginning.
 
     `on_evict` is called with each evicted block. It returns other cached blocks that have become useless, and the pool
     frees these too.
@@ -62,7 +61,7 @@ class BlockPool:
         return self._ref_count[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each: free blocks first, then cached blocks, which are evicted.
+        """Return `count` blocks with one reference each. Cached blocks are evicted if there are too few free blocks.
 
         The caller must check that `num_available` is at least `count`.
         """
@@ -74,10 +73,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int], *, shared: bool = False) -> None:
-        """Add a reference to each block. Set `shared` if a request uses blocks that another request wrote.
-
-        With `shared`, the blocks must make up a prefix, from its first block on without a gap.
-        """
+        """Add a reference to each block. Set `shared` if another request wrote the blocks, which are a prefix."""
         blocks, ref_count = list(blocks), self._ref_count
         for block in blocks:
             if ref_count[block] == 0:
@@ -98,21 +94,17 @@ class BlockPool:
             self._cached.add(block)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Make cached blocks the most recently used, and ignore other blocks.
-
-        The caller must hold all earlier blocks of the prefix.
-        """
+        """Make cached blocks the most recently used, and ignore other blocks."""
         for block in blocks:
             if self._ref_count[block] == 0:
                 self._cached.touch(block)
 
     def set_findable(self, blocks: Iterable[int]) -> None:
-        """Mark blocks as findable, that is, as blocks of a node in the prefix tree."""
+        """Mark blocks as blocks of a node in the prefix tree."""
         for block in blocks:
             self._findable[block] = 1
 
     def drop_cached(self) -> None:
-        """Evict every cached block."""
         while self._cached:
             self._free.append(self._evict())
 

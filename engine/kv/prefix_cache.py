@@ -1,4 +1,4 @@
-"""Prefix cache: KV of prompt prefixes that other requests can reuse, including KV that is still being written."""
+"""Prefix cache: KV of prompt prefixes that other requests can reuse, even while it is being written."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Index of running requests by the tree node of their last findable block.
-
-    Requests without a findable block are indexed by their cache_salt.
-    """
+    """Index of running requests by the tree node of their last findable block, or by cache_salt if they have none."""
 
     def __init__(self) -> None:
         self._after: dict[PrefixNode | str, dict[Request, None]] = {}
@@ -40,10 +37,7 @@ class InFlightPrefixes:
         self._after.setdefault(_key(request), {})[request] = None
 
     def remove(self, request: Request) -> None:
-        """Remove a request.
-
-        Before the `node` of a request's block table changes, call `remove`; after the change, call `add`.
-        """
+        """Remove a request. Call `remove` before the `node` of its block table changes, and `add` after the change."""
         key = _key(request)
         del self._after[key][request]
         if not self._after[key]:
@@ -53,11 +47,10 @@ class InFlightPrefixes:
         return [request for requests in self._after.values() for request in requests]
 
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
-        """Return the partly written block after the prefix `node` that shares the most leading tokens with `tokens`.
+        """Find the partly written block after the prefix `node` that shares the most leading tokens with `tokens`.
 
         `tokens` is at most one encoded block; `node` None is the empty prefix under `salt`. Returns the block of each
-        group and the number of shared tokens, or None if no such block shares a token. Requests without a computed
-        token since their admission are ignored, because KV may still have to be copied into their blocks.
+        group and the number of shared tokens, or None if no such block shares a token.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -88,7 +81,7 @@ class InFlightPrefixes:
 
 
 class PrefixCache:
-    """Cache of the KV of prefixes: requests reuse the longest cached prefix, and the blocks that they fill are added.
+    """Cache of the KV of prefixes: requests reuse the longest cached prefix and add the blocks that they fill.
 
     Only requests with the same cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
     """
@@ -104,16 +97,13 @@ class PrefixCache:
         self._layout = layout
 
     def serves(self, request: Request) -> bool:
-        """Return False if the cache is disabled or the request asks for prompt log-probabilities, otherwise True."""
+        """Return False if the cache is disabled or the request asks for prompt log-probabilities."""
         return self.enabled and request.sampling.prompt_logprobs is None
 
     # -- lookup -----------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest known prefix of the request.
-
-        The prefix never includes the request's last token, because this token is always computed.
-        """
+        """Return the longest known prefix of the request, without its last token, which is always computed."""
         if not self.serves(request):
             return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
         size, salt, most = self.tree.block_size, request.cache_salt, request.num_tokens - 1
@@ -149,10 +139,7 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes of `found` can be reused.
-
-        The last `num_behind` of the reused nodes (or all, if they are fewer) must have window blocks.
-        """
+        """Return how many leading nodes can be reused: the last `num_behind` of them must have window blocks."""
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -169,7 +156,7 @@ class PrefixCache:
         return max(0, start + coming - hit.num_tokens)
 
     def classify(self, request: Request, hit: PrefixHit) -> Miss:
-        """Count and return the reason why the hit is not longer. Call this once, before the request is admitted."""
+        """Count and return the reason why the hit is not longer. Call this once per request, before its admission."""
         if not self.serves(request):
             return self.misses.skipped()
         return self.misses.classify(request, hit, self.num_coming(request, hit), self.now)
@@ -203,10 +190,7 @@ class PrefixCache:
     def _take_over(
         self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
     ) -> None:
-        """Replace a request's blocks `ours` with the tree's blocks `theirs`, if these differ.
-
-        The blocks are at `index` of `table`, one for each group from `group` on.
-        """
+        """Replace a request's blocks `ours`, at `index` of `table`, with the tree's blocks `theirs` if these differ."""
         if theirs != ours:
             self.pool.acquire(theirs)
             self.pool.release(ours)
@@ -226,7 +210,7 @@ def _key(request: Request) -> PrefixNode | str:
 
 
 def _common_length(one: Sequence[int], two: Sequence[int], start: int, end: int) -> int:
-    """Return the largest n <= end for which one[start:n] == two[start:n], found by bisection."""
+    """Return the largest n <= end for which one[start:n] == two[start:n]."""
     low, high = start, max(start, end)
     step = high
     while low < high:

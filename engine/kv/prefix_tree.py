@@ -31,9 +31,8 @@ class PrefixNode:
     """Node of the prefix tree: the cached KV of one block of tokens. The path from the root is the whole prefix.
 
     `key` is the encoded tokens. `blocks` has one block for each full-attention group. `window_blocks` has one block for
-    each sliding-window group until these blocks are evicted. From then on, a request cannot resume at this node, nor at
-    a descendant that is less than a window away. `path_hash` identifies the prefix and its salt, even after the node is
-    removed.
+    each sliding-window group, and is empty after these blocks are evicted. `path_hash` identifies the prefix and its
+    salt, even after the node is removed.
     """
 
     __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
@@ -48,7 +47,7 @@ class PrefixNode:
 
 
 class Root(PrefixNode):
-    """Root of the prefixes under one salt. It is the empty prefix and has no blocks."""
+    """Root of the prefixes under one salt: the empty prefix, without blocks."""
 
     __slots__ = ("salt",)
 
@@ -61,7 +60,7 @@ class PrefixTree:
     """Tree of token blocks with one root per cache salt.
 
     A node's blocks hold KV computed after the tokens of its ancestors, and a block belongs to at most one node. A node
-    is removed only when it has no children; until then it stays, even if its blocks are evicted.
+    with children stays in the tree even if its blocks are evicted.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -78,8 +77,8 @@ class PrefixTree:
     ) -> list[PrefixNode]:
         """Return the nodes of the longest prefix of the encoded `tokens` that is in the tree under `salt`.
 
-        Only the blocks of tokens with the indices `first` to `max_blocks` - 1 are looked up. If `first` is not 0,
-        `node` must be the node of the block before `first`.
+        Only blocks of tokens with the indices `first` to `max_blocks` - 1 are looked up. If `first` is not 0, `node`
+        must be the node of the block before `first`.
         """
         if node is None and (node := self._roots.get(salt)) is None:
             return []
@@ -97,8 +96,7 @@ class PrefixTree:
         """Return the child of `parent` that shares the most leading tokens with `tokens`, and how many it shares.
 
         `parent` None means the salt's root. `tokens` is at most one encoded block. Returns (None, 0) if no child shares
-        a token. If `parent` has more than MAX_COMPARED children and none has exactly the key `tokens`, only the newest
-        MAX_COMPARED children are compared.
+        a token.
         """
         parent = parent or self._roots.get(salt)
         if parent is None:
@@ -138,9 +136,7 @@ class PrefixTree:
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
         """Remove an evicted block from the tree, with all blocks that no lookup can return without it.
 
-        If the block is of a full-attention group, its node is removed. If it is of a sliding-window group, its node
-        loses all window blocks, and nodes left without blocks and children are removed. Returns the removed nodes and
-        the other removed blocks.
+        Returns the removed nodes and the other removed blocks.
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
@@ -176,13 +172,11 @@ class PrefixTree:
 class PrefixHit(NamedTuple):
     """Known prefix of a request, valid until the pool allocates a block.
 
-    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:]. Of these
-    blocks, `num_evictable` are held by no request or pin now; they count as available until admission acquires them. KV
-    exists for the first `num_tokens` tokens: in the blocks of the nodes, then at the beginning of the blocks
-    `copy_from` (one for each group), which admission copies. The first `num_alike` tokens match a cached prefix. There
-    can be more of them than `num_tokens`, if KV was evicted or if too few tokens match to be worth a copy. If
-    `from_host` is True, the request's own KV in host memory covers more tokens than the cached KV, and the request
-    resumes from its own KV.
+    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:].
+    `num_evictable` of these blocks are held by no request or pin now. KV exists for the first `num_tokens` tokens: in
+    the blocks of the nodes, then at the beginning of the blocks `copy_from` (one for each group), which admission
+    copies. The first `num_alike` tokens match a cached prefix, with or without KV. If `from_host` is True, the request
+    resumes from its own KV in host memory.
     """
 
     nodes: list[PrefixNode]

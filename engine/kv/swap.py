@@ -1,7 +1,7 @@
 """KV copies at the start of a step: to and from host memory for preempted requests, and between blocks.
 
-A step first copies blocks to host memory, then from block to block, then from host memory to blocks. After all copies,
-the step computes. So one step can save a block to host memory and then write to the same block.
+A step first copies blocks to host memory, then from block to block, then from host memory to blocks. So one step can
+save a block to host memory and then write to the same block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SwapSpace:
     """Swap space: blocks 0 .. num_blocks-1 in host memory ("host blocks"), and the next step's copies to and from them.
 
     A host block has `block_bytes` bytes. It is free, held by one preempted request (`Request.swapped`), or about to be
-    copied back. In the last case it becomes free when `take` returns the copies of the next step.
+    copied back.
     """
 
     def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
@@ -53,10 +53,10 @@ class SwapSpace:
         return len(self._free) + self.num_blocks - self._num_begun
 
     def save(self, request: Request, first: int) -> None:
-        """Schedule copies of the request's KV to host memory.
+        """Schedule copies of the request's KV to host memory. The caller may release the request's blocks at once.
 
         In full-attention groups, only blocks from index `first` on are copied. The caller must check that enough host
-        blocks are free (`num_free`), and may release the request's blocks at once.
+        blocks are free (`num_free`).
         """
         table, num_tokens = request.table, request.num_computed_tokens
         blocks = table.blocks_with_kv(first, num_tokens)
@@ -85,7 +85,6 @@ class SwapSpace:
         self._ins.pop(block, None)
 
     def discard(self, request: Request) -> None:
-        """Free the host blocks of the request, if it has any."""
         if request.swapped is None:
             return
         for host in request.swapped.host_blocks:
@@ -94,9 +93,9 @@ class SwapSpace:
         request.swapped = None
 
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the copies scheduled since the last call: (block, host block) pairs, and (host block, block) pairs.
+        """Return the copies to and from host memory scheduled since the last call.
 
-        The first list has the copies to host memory, the second list the copies from host memory.
+        Copies to host memory are (block, host block) pairs. Copies from host memory are (host block, block) pairs.
         """
         outs = [(block, host) for host, block in self._outs.items()]
         ins = [(host, block) for block, host in self._ins.items()]
@@ -114,8 +113,8 @@ class SwapSpace:
 class BlockCopies:
     """Copies from block to block at the start of the next step (copy on write).
 
-    Each destination occurs once: only the copy for the request that holds it now is kept. A source may be the
-    destination of a later copy but not of an earlier copy, so make the copies in order, or read all sources first.
+    Each block is the destination of at most one copy. A source may be the destination of a later copy but not of an
+    earlier copy, so make the copies in order, or read all sources first.
     """
 
     def __init__(self, swap: SwapSpace) -> None:
@@ -141,7 +140,6 @@ class BlockCopies:
         return [(source, destination) for destination, source in self._source_of.items()]
 
     def take(self) -> list[tuple[int, int]]:
-        """Return and clear the pending copies."""
         copies = self.pending()
         self._source_of.clear()
         return copies

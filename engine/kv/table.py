@@ -20,8 +20,8 @@ class BlockTable:
 
     Rows of full-attention groups come first and have a block at every index. Rows of sliding-window groups have blocks
     at indices `window_start` to `window_end` - 1; their other entries are meaningless. The first `num_findable` blocks
-    are in the prefix tree, and `node` is the node of the last findable block. `num_initial` is num_computed_tokens at
-    admission. The sequence needs no new block while num_tokens <= `capacity`, and KVManager.commit does nothing while
+    are in the prefix tree, and `node` is the node of the last of them. `num_initial` is num_computed_tokens at
+    admission. The sequence needs no new block while num_tokens <= `capacity`. KVManager.commit does nothing while
     num_computed_tokens < `commit_at`.
     """
 

@@ -40,10 +40,7 @@ _FLOAT32 = 4
 
 
 def logits_limit(device_bytes: int) -> int:
-    """Return the limit on the bytes of one fp32 copy of logits on a device with this memory.
-
-    The limit bounds how many rows with penalties or log-probabilities are sampled at a time.
-    """
+    """Return the most bytes that one fp32 copy of logits may take on a device with this memory."""
     return max(16 << 20, device_bytes >> 10)
 
 
@@ -60,9 +57,8 @@ def activation_bytes(
 ) -> int:
     """Return the peak bytes of a step of `num_tokens` tokens and `num_seqs` sequences of at most `context` tokens.
 
-    `dtype_bytes` is the size of one number in weights and activations. `float32_products` is True if the device
-    computes products of 16-bit numbers in fp32. `logits_bytes` limits the size of one fp32 copy of logits (see
-    `logits_limit`).
+    `float32_products` is True if the device computes products of 16-bit numbers in fp32. `logits_bytes` limits the size
+    of one fp32 copy of logits (see `logits_limit`).
     """
     mlp = mlp_bytes(shape, num_tokens, dtype_bytes)
     if float32_products:
@@ -77,7 +73,7 @@ def activation_bytes(
 
 
 def mlp_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
-    """Return the peak bytes of one layer's MLP for `num_tokens` tokens."""
+    """Return the peak bytes of one layer's MLP."""
     head_dim = max(group.head_dim_k for group in shape.geometry.groups)
     return num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
 

@@ -1,4 +1,4 @@
-"""Changes to settings or hardware with which a memory plan meets a demand."""
+"""Changes to settings or hardware that let a memory plan meet a demand."""
 
 from __future__ import annotations
 
@@ -39,23 +39,22 @@ class MemoryDemand:
     context: int = 0
 
     def length(self, plan: MemoryPlan) -> int:
-        """Return the length of each request in tokens: `context` or, if that is 0, the plan's max_model_len."""
         return self.context or plan.max_model_len
 
     def num_fitting(self, plan: MemoryPlan) -> int:
-        """Return how many requests of the demanded length fit at the same time; 0 if the plan does not fit."""
+        """Return how many requests of the demanded length fit at the same time."""
         return plan.num_seqs_at(self.length(plan)) if plan.fits else 0
 
     def met_by(self, plan: MemoryPlan) -> bool:
         return self.num_fitting(plan) >= self.users
 
     def num_replicas(self, plan: MemoryPlan) -> int | None:
-        """Return how many devices with this plan meet the demand together, or None if no request fits on one."""
+        """Return how many devices with this plan meet the demand together; None if no request fits on one device."""
         fitting = self.num_fitting(plan)
         return -(-self.users // fitting) if fitting else None
 
     def shortfall(self, plan: MemoryPlan) -> str | None:
-        """Return why the plan does not meet the demand, with figures, or None if the plan meets the demand."""
+        """Return a sentence that says why the plan does not meet the demand; None if it meets the demand."""
         if plan.problem is not None:
             return plan.problem.text(setting)
         if self.met_by(plan):
@@ -74,9 +73,8 @@ class MemoryDemand:
 class Change:
     """Change that makes a demand fit: `what` to do, its `cost`, and the resulting `plan`.
 
-    `settings` are the new values of changed EngineConfig fields, of `quantization` (the format of the weights), or of
-    `gpu` (the name of another GPU). `servable` is False if this engine can plan the new settings but cannot serve with
-    them.
+    `settings` are the new values of EngineConfig fields, of `quantization` or of `gpu`. `servable` is False if the
+    change can be planned but this engine cannot serve with it.
     """
 
     what: str
@@ -95,10 +93,7 @@ def changes(
 ) -> list[Change]:
     """Return the changes that would make `demand` fit, the cheapest first.
 
-    The cheapest cost only memory margin, prefill speed or concurrency beyond the demand. Narrower dtypes follow. If no
-    such change suffices alone, the next one is a combination of them. Then come a shorter context and fewer users at
-    the same time, the smallest GPU of `gpus` (name, memory) that suffices, and several devices. A context or a number
-    of users below half the demand comes last.
+    `gpus` are the names and memory of other GPUs to try.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.fewer_states(), *search.narrower_types()]
@@ -116,11 +111,7 @@ def changes(
 
 
 class _Search:
-    """Search for changes to one configuration.
-
-    Each method returns a list of changes with which a plan meets the demand. The list is empty if no such change
-    exists.
-    """
+    """Search for changes to one configuration. Each method returns the changes that meet the demand."""
 
     def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
         self.planner = planner
@@ -137,7 +128,6 @@ class _Search:
         self.is_wide = DTYPE_BYTES[planner.dtype(config, device)] > 2
 
     def more_memory(self) -> list[Change]:
-        """Return the change that gives KV as much memory as the demand needs."""
         plan, device = self.plan, self.device
         blocks = self.demand.users * plan.blocks_for(1 if self.any_length else self.demand.length(plan))
         need = blocks * plan.block_bytes
@@ -154,26 +144,22 @@ class _Search:
         return self._try("raise", cost, gpu_memory_utilization=share)
 
     def smaller_steps(self) -> list[Change]:
-        """Return the change of max_num_batched_tokens to the largest power of two that suffices."""
+        """Try smaller max_num_batched_tokens: the largest power of two that suffices."""
         sizes = [size for size in STEP_SIZES if size < self.plan.max_num_batched_tokens]
         return self._largest("max_num_batched_tokens", sizes, "prompts take longer")
 
     def fewer_states(self) -> list[Change]:
-        """Return the change of max_num_seqs to the largest power of two that suffices.
-
-        Recurrent state is reserved for max_num_seqs sequences. For a model without such state, the list is empty.
-        """
+        """Try smaller max_num_seqs, because recurrent state is reserved for max_num_seqs sequences."""
         powers = range((self.plan.max_num_seqs_limit - 1).bit_length() if self.plan.state_bytes_per_seq else 0)
         counts = [1 << power for power in powers if 1 << power >= self.demand.users]
         return self._largest("max_num_seqs", counts, "state is reserved for fewer requests")
 
     def _largest(self, name: str, values: Sequence[Any], cost: str) -> list[Change]:
-        """Return the change of the setting `name` to the largest of `values` (ascending) that suffices."""
+        """Try `values` of the setting `name` and return the change to the largest that suffices."""
         tried = (self._try("lower", cost, **{name: value}) for value in reversed(values))
         return next(filter(None, tried), [])
 
     def narrower_types(self) -> list[Change]:
-        """Return the changes that store weights, KV or both in fewer bytes."""
         found: list[Change] = []
         kv_bytes = DTYPE_BYTES[self.planner.kv_dtype(self.config, self.device)]
         if kv_bytes > 2:
@@ -188,7 +174,7 @@ class _Search:
         return found
 
     def all_settings(self) -> list[Change]:
-        """Return the change that combines more memory, smaller steps and narrower dtypes, as far as needed."""
+        """Combine more memory, smaller steps and narrower dtypes."""
         steps: dict[str, Any] = {"max_num_batched_tokens": min(STEP_SIZES[0], self.plan.max_num_batched_tokens)}
         if self.is_wide:
             steps["dtype"] = self.half
@@ -204,7 +190,6 @@ class _Search:
         return self._try("set", cost, servable=False, **settings, kv_cache_dtype="fp8")
 
     def shorter_context(self) -> list[Change]:
-        """Return the change of max_model_len to the longest context that all users can have at the same time."""
         wanted = self.demand.length(self.plan)
         if self.any_length:
             return []
@@ -216,7 +201,6 @@ class _Search:
         return [Change(what, f"instead of {wanted:,}", plan, {"max_model_len": context})]
 
     def another_gpu(self, gpus: Sequence[tuple[str, DeviceMemory]]) -> list[Change]:
-        """Return the change to the smallest of `gpus` that suffices. If the device is a GPU, try only larger ones."""
         config = replace(self.config, device="auto", kv_cache_memory_bytes=None, num_gpu_blocks_override=None)
         for name, gpu in sorted(gpus, key=lambda each: each[1].total):
             if self.device.kind == "cuda" and gpu.total <= self.device.total:
@@ -227,7 +211,7 @@ class _Search:
         return []
 
     def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
-        """Return a list with the change to `settings`, or an empty list if the change does not suffice.
+        """Return the change to `settings` in a list; the list is empty if the change does not suffice.
 
         The change's `what` begins with `verb`, such as "raise".
         """
@@ -240,11 +224,7 @@ class _Search:
         return [Change(f"{verb} {what}", cost, plan, settings, servable)]
 
     def _quantised(self, quantization: str | None) -> ModelPlanner | None:
-        """Return the planner of the model in the format `quantization` (None: of the model as it is).
-
-        Returns None if the device cannot compute the format, if the model is already quantised, or if the user gave the
-        size of the weights.
-        """
+        """Return the planner of the model in the format `quantization`, or None if that format is not possible."""
         if quantization is None:
             return self.planner
         known = self.planner.given is not None or settings_of(self.planner.content)
@@ -262,10 +242,9 @@ def _shown(name: str, value: Any) -> str:
 def longest_context(
     planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, users: int, below: int | None = None
 ) -> int | None:
-    """Return the largest max_model_len that `users` sequences can have at the same time, or None if none fits.
+    """Return the largest max_model_len (less than `below`) that `users` sequences can have at the same time.
 
-    The result is less than `below`, if that is given. The search is a bisection, because a longer context never leaves
-    room for more sequences.
+    Returns None if no context fits.
     """
     limit = (
         planner.shape(config, device).max_position or planner.plan(replace(config, max_model_len=1), device).num_tokens
@@ -282,7 +261,6 @@ def longest_context(
 
 
 def step_sizes(planner: ModelPlanner, config: EngineConfig, device: DeviceMemory) -> list[MemoryPlan]:
-    """Return one plan for each max_num_batched_tokens in STEP_SIZES, and one for the value that `config` gives."""
     present = planner.plan(config, device).max_num_batched_tokens
     sizes = sorted({present, *STEP_SIZES})
     return [planner.plan(replace(config, max_num_batched_tokens=size), device) for size in sizes]
@@ -293,8 +271,7 @@ def config_for_demand(
 ) -> EngineConfig:
     """Return `config` with max_num_seqs set to `users` and max_model_len set to `context`.
 
-    A setting stays as it is if its new value is None, or if the user set it (max_model_len: if `config` has a value;
-    max_num_seqs: if it is in `given`). Raises ConfigError if a value that the user set is below the demand.
+    A setting that the user has given is not changed. Raises ConfigError if its value is below the demand.
     """
     demands: tuple[tuple[str, str, Any, bool, str], ...] = (
         ("max_model_len", "context", context, config.max_model_len is not None, " tokens"),

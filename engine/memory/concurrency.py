@@ -3,10 +3,7 @@
 The model assumes that running sequences are independent, and that each is at a random step of its run. A request with p
 prompt tokens and o output tokens runs for o steps, in which it holds p, p + 1, ... p + o - 1 tokens. So the probability
 that a running sequence belongs to this request is proportional to o. The number of blocks that n sequences hold is then
-a sum of n independent draws, and convolution computes its distribution exactly.
-
-If only total lengths are known, the model assumes that a sequence holds all its tokens from its first step on, which
-tends to underestimate how many sequences fit.
+a sum of n independent draws. Convolution computes its distribution exactly.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _MAX_UNITS = 1 << 14
 class LengthDistribution:
     """Lengths of n requests in tokens, int64 [n]. If `outputs` is None, `prompts` has the total lengths.
 
-    `source` is the description that reports show.
+    `source` describes the origin of the lengths in reports.
     """
 
     source: str
@@ -52,7 +49,7 @@ class LengthDistribution:
 
     @property
     def variation(self) -> float:
-        """Coefficient of variation of the total lengths: their standard deviation divided by their mean."""
+        """Standard deviation of the total lengths divided by their mean."""
         return float(self.totals.std() / self.totals.mean())
 
     def percentile(self, percent: float) -> int:
@@ -70,7 +67,7 @@ class LengthDistribution:
 def lognormal_lengths(mean: float, variation: float) -> LengthDistribution:
     """Return total lengths in tokens with a log-normal distribution, as 4096 equally probable values.
 
-    `variation` is the coefficient of variation: standard deviation / mean.
+    `variation` is the standard deviation divided by the mean.
     """
     sigma = math.sqrt(math.log1p(variation**2))
     normal = NormalDist(math.log(mean) - sigma**2 / 2, max(sigma, 1e-12))
@@ -105,10 +102,7 @@ class Occupancy:
         return _missing(total)
 
     def most_seqs(self, probability: float, limit: int) -> int:
-        """Return the largest number of running sequences whose `preemption_probability` is at most `probability`.
-
-        The result is at most `limit`.
-        """
+        """Return the most running sequences (up to `limit`) whose `preemption_probability` is at most `probability`."""
         total, count = self._no_seqs, 0
         for power in reversed(range(limit.bit_length())):
             tried = _sum(total, self._power(power))
@@ -145,6 +139,6 @@ def _sum(one: Masses, other: Masses) -> Masses:
 
 
 def _missing(masses: Masses) -> float:
-    """Return the probability that a count is above the pool's size. Up to 1e-12 (rounding errors) counts as 0."""
+    """Return the probability that a count is above the pool's size."""
     missing = 1 - float(masses.sum())
     return missing if missing > 1e-12 else 0.0

@@ -1,4 +1,4 @@
-"""Memory plan of an engine, and the comparison of planned with measured memory."""
+"""Memory plan of an engine, and its comparison with measured memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.kv.layout import KVLayout
 
 
 class MemoryParts(NamedTuple):
-    """Bytes reserved for each part while the engine serves. `other` is the CUDA context and the recurrent state."""
+    """Bytes reserved for each part. `other` is the CUDA context and the recurrent state."""
 
     weights: int
     activations: int
@@ -23,7 +23,7 @@ class MemoryParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Measured bytes of each part of an engine's memory. None means that the device does not report the part."""
+    """Measured bytes of each part of an engine's memory; None if the device does not report the part."""
 
     weights: int
     kv: int
@@ -36,8 +36,8 @@ class MemoryPlan:
     """Plan of a device's memory, in bytes. If the model does not fit, `problem` says why.
 
     All parts together may take `budget_bytes`, of which `available_kv_bytes` are left for KV. A block holds block_size
-    tokens in all layers of one group of `layout`. `kv_bytes_per_token` counts the full-attention layers, and
-    `kv_bytes_per_token_window` counts the layers that attend only to the last `window` tokens. `state_bytes` is the
+    tokens in all layers of one group of `layout`. `kv_bytes_per_token` counts full-attention layers, and
+    `kv_bytes_per_token_window` counts layers that attend only to the last `window` tokens. `state_bytes` is the
     recurrent state of max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
     """
 
@@ -74,7 +74,6 @@ class MemoryPlan:
 
     @property
     def fixed_parts(self) -> dict[str, int]:
-        """Names and bytes of all parts except KV, without parts of 0 bytes."""
         parts = {
             "weights": self.weights_bytes,
             "activations": self.activation_bytes,
@@ -85,37 +84,34 @@ class MemoryPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of all parts except KV."""
         return self.weights_bytes + self.activation_bytes + self.context_bytes + self.state_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all KV blocks."""
         return self.num_blocks * self.block_bytes
 
     @property
     def parts(self) -> MemoryParts:
-        """Bytes of each part. Once the engine has started, the weights are measured; all other bytes are planned."""
+        """Bytes of each part. After the engine has started, the weights are measured; all other bytes are planned."""
         weights = self.measured.weights if self.measured else self.weights_bytes
         other = self.context_bytes + self.state_bytes
         return MemoryParts(weights, self.activation_bytes, other, self.kv_bytes)
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in one block."""
         return self.layout.block_size
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens for which KV blocks have room.
-
-        One sequence can be longer if it has sliding windows, because layers with a window keep only its last tokens.
-        """
+        """Number of tokens for which KV blocks have room."""
         return self.num_blocks // self.layout.num_groups * self.block_size
 
     @property
     def longest(self) -> int:
-        """Length in tokens of the longest sequence that the KV blocks can hold."""
+        """Length in tokens of the longest sequence that the KV blocks can hold.
+
+        It can exceed `num_tokens`, because layers with a sliding window keep only the last tokens of a sequence.
+        """
         return self.layout.longest(self.num_blocks)
 
     @property
@@ -129,7 +125,7 @@ class MemoryPlan:
         return int(self.headroom * self.num_blocks)
 
     def resolve(self, config: EngineConfig, dtype: str, kv_dtype: str) -> ResolvedConfig:
-        """Return `config` with this plan's choices filled in. If the plan does not fit, raise its `problem`."""
+        """Return `config` with this plan's choices filled in. Raises `problem` if the plan does not fit."""
         if self.problem is not None:
             raise self.problem
         knobs: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
@@ -149,11 +145,7 @@ class MemoryPlan:
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
 
     def num_admitted_at(self, length: int) -> int:
-        """Return how many sequences admission starts at the same time if each prompt has `length` tokens.
-
-        Admission leaves `headroom_blocks` blocks free and starts at most max_num_seqs_limit sequences. It always starts
-        one sequence that fits, even if fewer blocks then stay free.
-        """
+        """Return how many requests with prompts of `length` tokens admission starts at the same time."""
         fitting = self.num_seqs_at(length)
         if not self.block_bytes:
             return fitting
@@ -195,7 +187,7 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
 def ratios(plan: MemoryPlan) -> dict[str, float]:
     """Return measured / planned bytes of each part, by its name in a profile, such as "kv_ratio".
 
-    Returns {} if the plan has no measured bytes, because no engine has started with it.
+    Returns {} if no engine has started with the plan.
     """
     if plan.measured is None:
         return {}

@@ -1,4 +1,4 @@
-"""Errors for a memory plan that does not fit, with the plan's figures and changes that would make it fit."""
+"""Errors for memory plans that do not fit, with changes that would make them fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
 
 
 def too_large(plan: MemoryPlan, config: EngineConfig, wanted: int) -> ConfigError:
-    """Return the error for a plan in which the requested `wanted` bytes of KV do not fit in free memory."""
+    """Return the error for a plan with less free memory than the `wanted` bytes of KV."""
     need, free = plan.fixed_bytes + wanted, human_bytes(plan.device.free)
     figures = f"{_parts(plan, wanted)} need {human_bytes(need)}, {free} is free on {plan.device.name}"
     if plan.num_blocks == 0:
@@ -86,7 +86,6 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
 
 
 def _smaller(plan: MemoryPlan, need: int) -> list[str]:
-    """Return remedies that shrink a model that needs `need` bytes: a 16-bit dtype, or a smaller model."""
     device = plan.device
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
     unscaled = plan.context_bytes + plan.state_bytes

@@ -61,7 +61,6 @@ UNLIMITED_LENGTH = 1 << 20
 
 
 def token_budget(config: EngineConfig, kind: str) -> int:
-    """Return max_num_batched_tokens, or its default on a device of `kind` (cuda or cpu)."""
     return config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[kind]
 
 
@@ -76,14 +75,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory plan of a model on a device. If the model does not fit, the plan's `problem` says why.
 
-    The number of blocks is num_gpu_blocks_override if that is set. Otherwise the blocks fill kv_cache_memory_bytes if
-    that is set. If neither is set, they fill what gpu_memory_utilization leaves after weights, activations and other
-    needs (on a CPU: a quarter of the free memory, at most 4 GiB). If max_model_len is not set, the plan uses the
-    model's limit, or the longest sequence that fits if that is shorter. With `profile`, the memory besides weights and
-    KV is that of vLLM on a GPU.
-
-    Raises ConfigError for a max_model_len above the model's limit, and ModelError for a model that needs neither KV nor
-    recurrent state.
+    If max_model_len is not set, the plan uses the model's limit, or the longest sequence that fits if that is shorter.
+    With `profile`, activations take the memory that vLLM sets aside. Raises ConfigError for a max_model_len above the
+    model's limit, and ModelError for a model that needs neither KV nor recurrent state.
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
@@ -149,11 +143,7 @@ def _plan_for_context(
 
 
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
-    """Return `plan` with the memory left for KV divided into blocks, and with `problem` set if the blocks are too few.
-
-    If the user did not set max_model_len and the model's longest context does not fit or is unknown, max_model_len
-    becomes the longest sequence that fits.
-    """
+    """Divide the memory left for KV into blocks, and choose max_model_len if the user did not set it."""
     room = plan.device.free - plan.fixed_bytes
     if config.num_gpu_blocks_override is not None:
         wanted = config.num_gpu_blocks_override * plan.block_bytes
@@ -193,9 +183,8 @@ def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
 class ModelPlanner:
     """Planner of one model's memory, for any settings and devices. `content` is the model's config.json.
 
-    The size of the weights is `given`, or else read from the weight files in `directory`, or else counted from the
-    config. `name` is the model's name, which may say that its weights are quantised. `origin` says where `content` was
-    read, for reports. With `profile`, plans for GPUs are those of vLLM (see `plan_memory`).
+    The size of the weights is `given`, or read from the files in `directory`, or counted from the config. `name` is the
+    model's name. `origin` says, for reports, where `content` was read. With `profile`, plans for GPUs are vLLM's.
     """
 
     content: Mapping[str, Any]
@@ -209,12 +198,11 @@ class ModelPlanner:
 
     @property
     def digest(self) -> str:
-        """Hash of `content` as 16 hex digits. Models with equal config.json files have equal digests."""
+        """Hash of `content` as 16 hex digits."""
         text = json.dumps(self.content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def plan(self, config: EngineConfig, device: DeviceMemory) -> MemoryPlan:
-        """Return the plan for these settings on this device; see `plan_memory`."""
         return plan_memory(
             self.shape(config, device),
             config,
@@ -225,9 +213,9 @@ class ModelPlanner:
         )
 
     def quantised(self, name: str) -> ModelPlanner:
-        """Return the planner of a checkpoint of the same model in the format `name`, one of QUANTIZATIONS.
+        """Return the planner of the same model in the quantised format `name`, a key of QUANTIZATIONS.
 
-        Weight files are ignored. Raises ConfigError if the format is unknown or the checkpoint is already quantised.
+        Raises ConfigError if the format is unknown or the model is already quantised.
         """
         content = quantised_config(self.content, name)
         cache = self.cache and ConfigCache(content, self.cache.directory)
@@ -239,7 +227,6 @@ class ModelPlanner:
         return plan.resolve(config, self.dtype(config, device), self.kv_dtype(config, device)), plan
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
-        """Return the model's shape in the dtype of these settings. Raises ModelError if config.json is invalid."""
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
         if dtype_bytes not in self._shapes:
             shape = model_shape(
@@ -254,11 +241,9 @@ class ModelPlanner:
         return self._shapes[dtype_bytes]
 
     def dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
-        """Return the name of the dtype of weights and activations, such as "bfloat16"."""
         return planned_dtype(config, computes_bf16=device.computes_bf16)
 
     def kv_dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
-        """Return the name of the dtype of KV, such as "bfloat16"."""
         dtype = self.dtype(config, device)
         return planned_kv_dtype(config, dtype, checkpoint_fp8=self.shape(config, device).fp8_kv)
 
@@ -278,9 +263,8 @@ def open_planner(
 ) -> ModelPlanner:
     """Return the planner of the model `spec`: a directory, a config.json, a .gguf file, demo, or a hub id.
 
-    For a hub id only config.json is fetched. `weights` overrides the size of the weights. With `quantization`, one of
-    QUANTIZATIONS, the plan is for a checkpoint in that format, and weight files are ignored. Raises ModelError for a
-    model that cannot be read, and ConfigError if the quantization is unknown or does not apply.
+    `weights` overrides the size of the weights. `quantization`, a key of QUANTIZATIONS, plans for that format. Raises
+    ModelError for a model that cannot be read, and ConfigError if the quantization is unknown or does not apply.
     """
     content, directory, origin = _read_model(spec, progress)
     name = "" if spec.endswith(".gguf") else model_name(spec)
@@ -290,11 +274,7 @@ def open_planner(
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None, str]:
-    """Return the content of config.json, the directory of the weight files (None: unknown), and the content's origin.
-
-    For a hub id, config.json is looked for in the hub's cache on this machine, then among the configs shipped with
-    llmsched, and last on the hub.
-    """
+    """Return the content of config.json, the directory of the weight files (None: unknown), and where `spec` was found."""
     path = Path(os.path.expanduser(spec))
     if path.is_dir() or path.name == "config.json":
         directory = path if path.is_dir() else path.parent

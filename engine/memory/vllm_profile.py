@@ -29,10 +29,7 @@ _LARGE = 70 << 30
 
 @dataclass(frozen=True, slots=True)
 class VllmProfile:
-    """Start-up profile of some vLLM versions, which `versions` names.
-
-    `sampler_copies` is the number of fp32 copies of the logits that these versions hold at the peak.
-    """
+    """Memory of the vLLM `versions`, which hold `sampler_copies` fp32 copies of the logits at the peak."""
 
     versions: str
     sampler_copies: float

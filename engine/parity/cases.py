@@ -1,4 +1,4 @@
-"""Cases of the parity check. They cover all ways of scheduling, and prompts that end near block boundaries."""
+"""Cases of the parity check: all ways of scheduling, and prompts that end near block boundaries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class ParityPrompt:
-    """Prompt with the name that reports show."""
+    """Prompt with a name for reports."""
 
     name: str
     token_ids: tuple[int, ...]
@@ -32,9 +32,8 @@ class ParityPrompt:
 class PromptSet:
     """Prompts of all cases. `general` prompts have varied lengths; the first is exactly 3 blocks long.
 
-    Each prompt in `edges` begins with tokens of the first general prompt. `shared` has the number of these tokens for
-    each prompt in `edges`: 1 block - 1, 1 block, 1 block + 1, 2 blocks - 1, 2 blocks, and 2 blocks + 1. The first four
-    `edges` are two blocks long, so that each needs a third block for its second output token.
+    Each prompt in `edges` begins with tokens of the first general prompt. `shared` is the number of these tokens for
+    each prompt in `edges`, close to 1 or 2 blocks.
     """
 
     general: tuple[ParityPrompt, ...]
@@ -51,13 +50,12 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
     generator, id_limit = random.Random(seed), min(vocab_size, tokenizer.vocab_size)
 
     def text(length: int) -> tuple[int, ...]:
-        """Return `length` tokens of text, which is repeated if it is too short."""
         known = tokenizer.encode("".join(generator.sample(_TEXTS, len(_TEXTS))), add_special_tokens=True)
         known = [token_id for token_id in known if token_id < vocab_size] or [0]
         return tuple((known * -(-length // len(known)))[:length])
 
     def random_ids(length: int, other_than: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return `length` random token ids, of which the first is not in `other_than`."""
+        """Return `length` random token ids. The first is not in `other_than`."""
         ids = [generator.randrange(id_limit) for _ in range(length)]
         if ids and ids[0] in other_than:
             ids[0] = (ids[0] + 1) % id_limit
@@ -88,8 +86,8 @@ class ParityCase:
     """Case of the parity check: an engine's settings and the prompts that it gets.
 
     The prompts of a wave are added together after the previous wave has finished. `token_budget` is
-    max_num_batched_tokens, and `num_tokens` is the length of each output. `cached_tokens` are the expected prefix hits,
-    in tokens, of the last wave. If `preempted` is not None, at least one request must be preempted in this way.
+    max_num_batched_tokens. `num_tokens` is the length of each output. `cached_tokens` are the expected prefix hits, in
+    tokens, of the last wave. If `preempted` is not None, at least one request must be preempted in this way.
     """
 
     name: str

@@ -21,8 +21,8 @@ IMPLEMENTATION = "eager"
 class Continuation:
     """Greedy output of transformers' `generate`: n tokens and their logits [n, V] from one full forward pass.
 
-    `spread` is the largest difference between these logits and the logits of `generate`, which computes one token at a
-    time with a KV cache. So `spread` shows how much two correct computations by transformers differ.
+    `spread` is the largest difference between these logits and the logits of `generate`, which uses a KV cache. So
+    `spread` shows how much two correct computations differ.
     """
 
     token_ids: tuple[int, ...]
@@ -31,10 +31,7 @@ class Continuation:
 
 
 class Reference:
-    """Plain transformers as the reference, which computes one prompt at a time.
-
-    `continuation` and `logits` set the model's attention implementation to eager and leave it so.
-    """
+    """Plain transformers as the reference, which computes one prompt at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -65,10 +62,7 @@ class Reference:
         return Continuation(tuple(tokens), logits, spread)
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
-        """Return the logits [len(token_ids) - start, V] that predict token_ids[start:], from one full forward pass.
-
-        The logits are on the CPU.
-        """
+        """Return the CPU logits [len(token_ids) - start, V] that predict token_ids[start:], from one forward pass."""
         set_attention(self._model, IMPLEMENTATION)
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=self._model.device)
@@ -83,7 +77,7 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Tolerance for one model: the largest difference of logits that counts as correct.
+    """Largest difference of logits that counts as correct for one model.
 
     The shape of a batch decides in which order floating-point numbers are added. So two correct computations of a logit
     differ in proportion to the size of the logit. On SmolLM2-135M, whose largest logits are about 40, transformers'
@@ -102,7 +96,6 @@ class Tolerance:
 
     @classmethod
     def of(cls, model: PreTrainedModel, dtype: torch.dtype) -> Tolerance:
-        """Return the tolerance for a model that computes in `dtype`."""
         fields = read_fields(model.config)
         return cls(dtype, routed=fields.get("num_experts", default=0) > 1)
 
@@ -113,10 +106,7 @@ class Tolerance:
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Return the number that must be within the limit, from the differences [n] at all positions of a case.
-
-        It is the largest difference; for a routed model in a type shorter than float32 it is the median.
-        """
+        """Return the number that must be within the limit, from the differences [n] at all positions of a case."""
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property
@@ -145,10 +135,10 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First output token for the prompt named `prompt` that differs from the reference, at index `position`.
+    """First output token that differs from the reference, at index `position` of the output for `prompt`.
 
     `margin` is the reference's logit of `expected` minus its logit of `got`. `explained` is True if the engine's logits
-    differ from the reference's enough to swap these tokens.
+    differ enough from the reference's logits to swap these tokens.
     """
 
     prompt: str
@@ -164,7 +154,7 @@ class CaseResult:
     """Result of one case. `differences` [n] has the largest difference of logits at each position.
 
     `judged_logit_diff` (see `Tolerance.judged`) must be at most `tolerance`; None means that no logits were compared.
-    `problems` describes other faults: the engine failed, or an expected preemption or prefix hit did not happen.
+    `problems` describes other faults, such as a failed engine or a missing preemption.
     """
 
     name: str
@@ -192,9 +182,9 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """Results of all cases of one model. `spread` is the largest `spread` of all continuations (see Continuation).
+    """Results of all cases of one model. `spread` is the largest `Continuation.spread`.
 
-    `model_impl` says what computed the engine's logits, None if no engine could be built.
+    `model_impl` says what computed the engine's logits; None if no engine could be built.
     """
 
     checks: tuple[CaseResult, ...]
@@ -210,10 +200,7 @@ class ParityReport:
 def compare(
     result: CaseResult, output: EngineOutput, expected: Continuation, reference: Reference, tolerance: Tolerance
 ) -> None:
-    """Compare the engine's output with the reference's continuation; add the outcome to `result`.
-
-    If the tokens diverge, the reference computes logits for the engine's tokens.
-    """
+    """Compare the engine's output with the reference's continuation, and add the outcome to `result`."""
     name, prompt, tokens = output.prompt.name, output.prompt.token_ids, output.token_ids
     if output.error is not None or not tokens or len(tokens) != len(output.logits):
         fault = output.error or f"{len(tokens)} tokens from {len(output.logits)} rows of logits"

@@ -1,4 +1,4 @@
-"""Parity check. It first computes the reference outputs with plain transformers, then runs one engine for each case."""
+"""Parity check: computes reference outputs with plain transformers, then runs one engine for each case."""
 
 from __future__ import annotations
 
@@ -110,7 +110,6 @@ def check_parity(
 
 
 def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
-    """Raise ConfigError if outputs would exceed the model's context, or have more than MAX_LOGIT_BYTES of logits."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     limit = loaded.info.max_position - longest
     if num_tokens > limit:
@@ -129,7 +128,7 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
 
 
 def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
-    """Write the case's preemptions or prefix hits to `result.detail`; add a problem if expected ones are missing."""
+    """Write the case's preemptions or prefix hits to `result.detail`. Add a problem if expected ones are missing."""
     if case.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:
@@ -182,7 +181,7 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
 def _run_wave(
     engine: Engine, executor: TorchExecutor, prompts: ListLike[ParityPrompt], num_tokens: int
 ) -> list[EngineOutput]:
-    """Add all prompts as requests, run steps until they have finished, and return their outputs."""
+    """Run all prompts as simultaneous requests and return their outputs."""
     outputs = {prompt.name: EngineOutput(prompt) for prompt in prompts}
     by_sequence = {f"{name}/0": output for name, output in outputs.items()}
 

@@ -23,11 +23,11 @@ MIN_BONUS_HIT = 512
 
 
 class Admission:
-    """Part of the scheduler that moves requests from `waiting` to `running`; the scheduler owns both.
+    """Part of the scheduler that moves requests from `waiting` to `running`.
 
     An epoch ends whenever a request arrives, ends, or is preempted or admitted, and whenever a pin is released. If no
     waiting request could be admitted, Admission does not try again in the same epoch, unless more blocks have become
-    available. (Prefill chunks free blocks in sliding-window layers.)
+    available.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Admission:
         self.first_lacks = WaitReason.STEP
 
     def new_step(self) -> None:
-        """Begin a step: clear the state that belongs to the previous step."""
+        """Clear the state of the previous step."""
         self._try_again = False
         self._excluded.clear()
         self.backfill.new_step()
 
     def changed(self) -> None:
-        """Begin a new epoch (see Admission). Call this after a change that may let a waiting request be admitted."""
+        """Begin a new epoch, because a waiting request may be admitted now that could not be admitted before."""
         self._epoch += 1
 
     def exclude(self, request: Request) -> None:
@@ -88,11 +88,7 @@ class Admission:
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
 
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
-        """Admit short requests (`is_short`) until `lane` tokens of the step are used; return the admitted requests.
-
-        If more requests wait than may start now, at most the share fast_lane_share of all admissions is made by this
-        method.
-        """
+        """Admit short requests until `lane` tokens of the step are used. Return the admitted requests."""
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
         if not scarce:  # places that the lane took earlier keep no request waiting any more
@@ -107,10 +103,7 @@ class Admission:
         return admitted
 
     def admit_in_order(self, step: StepBuilder) -> None:
-        """Admit requests in the order of `WaitingQueue.offers` while the token budget and max_running allow it.
-
-        Later requests may overtake a request that does not fit (see Backfill).
-        """
+        """Admit requests in the order of `WaitingQueue.offers` while the token budget and max_running allow it."""
         epoch, places = self._epoch, self.control.max_running - len(self._running)
         if places <= 0:
             return
@@ -127,11 +120,7 @@ class Admission:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Admit a waiting request if max_running, memory and Backfill allow this; return True if it was admitted.
-
-        The request is not admitted if it was preempted in this step, or while running requests compute KV that it can
-        reuse.
-        """
+        """Try to admit a waiting request. Return True if it was admitted."""
         if self.is_full:
             return False
         if request in self._excluded:
@@ -155,10 +144,7 @@ class Admission:
         return True
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Move a request from `waiting` to `running`, allocate its blocks, and update the scheduler's counters.
-
-        `hit` is the request's known prefix, which need not be computed.
-        """
+        """Move a request from `waiting` to `running`. `hit` is the prefix that need not be computed."""
         waited = self._waiting.remove(request)
         miss = self._kv.prefix_cache.classify(request, hit) if request.num_preemptions == 0 else None
         num_restored = self._kv.admit(request, hit)
@@ -196,12 +182,7 @@ class Admission:
         return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
 
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
-        """Return True, and reserve a start for the request, if there is too little memory to admit the request.
-
-        The request needs available blocks for its uncached tokens and for the headroom (blocks that admission keeps
-        free). Unless output_prediction is "none", the predicted peak of used blocks must fit the pool, too. If no
-        request is running, the result is False, because every accepted request fits the pool alone.
-        """
+        """Return True, and reserve a start for the request, if there is too little memory to admit the request."""
         if not self._running:
             return False
         pool = self._kv.pool

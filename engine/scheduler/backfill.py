@@ -1,4 +1,4 @@
-"""Backfill: requests that fit may overtake a request that does not fit, a bounded number of times."""
+"""Backfill: later requests may overtake a request that does not fit, a bounded number of times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from llmsched.engine.scheduler.waiting_queue import WaitingQueue
 
 
 class Backfill:
-    """Rules for overtaking: how often the first waiting request may be overtaken, and by which requests.
+    """Rules for overtaking in the waiting queue.
 
-    Whenever a request other than the first by rank is admitted, the first request is overtaken. This may happen
-    `max_passes` times; after that, only the first request may be admitted. A request that does not fit gets a reserved
-    start, the step at which it is predicted to fit. Until then, a request of larger rank may be admitted only if it is
-    predicted to end before the reserved start.
+    The first waiting request may be overtaken `max_passes` times; after that, only this request may be admitted. A
+    request that does not fit gets a reserved start: the step at which it is predicted to fit. Until then, a request of
+    larger rank is admitted only if it is predicted to end before the reserved start.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class Backfill:
         self._steps_left = 0  # until the reserved request is predicted to fit
 
     def new_step(self) -> None:
-        """Begin a step, and count it towards the reserved start."""
+        """Count a step towards the reserved start."""
         self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:
@@ -53,8 +52,7 @@ class Backfill:
     def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
         """Reserve a start for a request that lacks `missing_blocks` blocks.
 
-        The start is the step at which so many running requests are predicted to have ended that the request fits. If a
-        request of smaller rank has a reservation, nothing changes.
+        If a request of smaller rank has a reservation, nothing changes.
         """
         if self._reserved is not None and request.rank > self._reserved.rank:
             return
@@ -66,10 +64,7 @@ class Backfill:
                 break
 
     def admitted(self, request: Request) -> None:
-        """Record that a request is being admitted. Call this while the request is still in the queue.
-
-        The request's reservation is dropped. If another request is the first in the queue, that request is overtaken.
-        """
+        """Record that a request is being admitted. Call this while the request is still in the queue."""
         first = self._waiting.first
         if first is not request:
             first.num_passed += 1
@@ -79,6 +74,6 @@ class Backfill:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Drop the reservation of a request, if there is one, because the request no longer waits."""
+        """Drop the reservation of a request that no longer waits."""
         if self._reserved is request:
             self._reserved = None

@@ -1,4 +1,4 @@
-"""Schedulers, one for each scheduling_policy. All have the same interface, so that one run can compare them."""
+"""Schedulers for each scheduling_policy, with one interface, so that one run can compare them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llmsched.engine.scheduler.waiting_queue import WaitReason
 
 
 def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> Scheduler:
-    """Return the scheduler that `config.scheduling_policy` names.
+    """Return the scheduler for `config.scheduling_policy`.
 
-    All policies except fair are baselines. They keep no blocks free (headroom), predict no output lengths, and have no
-    fast lane for short requests, priority classes, cache bonus or backfill. They serve requests in order of arrival
-    (fcfs), the shortest first (sptf), one at a time (serial), or in static batches (static).
+    All policies except fair are baselines without headroom, output prediction, fast lane, priorities and backfill. They
+    serve requests in order of arrival (fcfs), the shortest first (sptf), one at a time (serial), or in static batches
+    (static).
     """
     if config.scheduling_policy == "fair":
         return Scheduler(kv, config, clock)
@@ -30,21 +30,16 @@ def make_scheduler(kv: KVManager, config: ResolvedConfig, clock: Callable[[], fl
 class StaticScheduler(Scheduler):
     """Scheduler of static batches, a baseline in which a batch runs until its longest request ends.
 
-    Up to max_num_seqs requests form a batch, each with KV reserved for max_model_len tokens until the batch ends. The
-    baseline is faster than most real static batching: prompts are not padded, and each token is emitted immediately.
+    Up to max_num_seqs requests form a batch, each with KV reserved for max_model_len tokens. Prompts are not padded,
+    and each token is emitted immediately, so the baseline is faster than most real static batching.
     """
 
     def _secure_memory(self) -> bool:
-        """Give each request the blocks that its sliding-window layers need; all other blocks were reserved.
-
-        Returns False, because no request is ever preempted.
-        """
         for request in self.running:
             self.kv.grow(request)
         return False
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
-        """Return MAX_RUNNING: requests wait for the next batch, even if fewer than max_num_seqs run now."""
         return WaitReason.MAX_RUNNING
 
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
@@ -60,11 +55,7 @@ class StaticScheduler(Scheduler):
             step.give(request, step.left)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request. Its blocks stay reserved while other requests of the batch run, unless the request failed.
-
-        A failed request ends in the middle of a step, when its sliding-window groups may hold more blocks than were
-        reserved. So its blocks are freed immediately.
-        """
+        """End a request. Its blocks stay reserved while other requests of the batch run, unless the request failed."""
         if request.status is RequestStatus.RUNNING and len(self.running) > 1 and reason is not FinishReason.ERROR:
             self.kv.static_batch.keep(request)
         super().finish(request, reason)

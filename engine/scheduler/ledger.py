@@ -1,4 +1,4 @@
-"""Decision ledger (the reasons why requests were delayed, preempted or ended), and the scheduler's totals."""
+"""Decision ledger: why requests were delayed, preempted or ended. Also the scheduler's totals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Detail = int | float | str
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the engine was built. Fields whose names begin with num_ count events; other fields count tokens."""
+    """Totals since the engine was built: events in fields whose names begin with num_, tokens in the others."""
 
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -30,7 +30,7 @@ class SchedulerCounters:
 class Entry:
     """Decision about a request, made `count` times in a row from `time` to `until` (seconds of the engine's clock).
 
-    `what` names the decision, such as "preempted". `details` has the reason and figures of the last of these decisions.
+    `what` is the name of the decision, such as "preempted". `details` has its latest reason and figures.
     """
 
     time: float
@@ -41,7 +41,7 @@ class Entry:
 
 
 class Ledger:
-    """Ledger of the decisions about all unfinished requests and about the MAX_REQUESTS requests that ended last."""
+    """Decisions about all unfinished requests and about the MAX_REQUESTS requests that ended last."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -49,14 +49,14 @@ class Ledger:
         self._ended: OrderedDict[str, list[Entry]] = OrderedDict()
 
     def begin(self, request_id: str, arrival_time: float, **details: Detail) -> None:
-        """Add the entry "queued", from `arrival_time` until now, to the entries of a new request."""
+        """Add the entry "queued", which begins at `arrival_time`, for a new request."""
         self._living.setdefault(request_id, []).append(Entry(arrival_time, "queued", details, self._clock()))
 
     def note(self, request_id: str, what: str, **details: Detail) -> None:
         """Note a decision about a request.
 
-        If the request's last entry has the same `what` and the same details "reason" and "by", the decision is merged
-        with that entry. Once a request has MAX_ENTRIES entries, each new entry replaces the last entry.
+        The decision is merged with the request's last entry if both have the same `what`, reason and "by". Entries
+        after the first MAX_ENTRIES replace the last entry.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])

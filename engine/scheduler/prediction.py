@@ -34,9 +34,9 @@ _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 class Outlook(NamedTuple):
     """Lengths of n requests in tokens, from which their output lengths are predicted.
 
-    `num_tokens` is the present length of each request, `done` the number of tokens that it has generated, and `limit`
-    its max_tokens, each int64 [n]. `learned` has one pair for each priority with enough finished outputs: a mask (bool
-    [n]) of the requests that are predicted from these outputs, and the sorted lengths of these outputs.
+    `num_tokens` is the present length of each request, `done` its generated tokens, and `limit` its max_tokens, each
+    int64 [n]. `learned` has a pair for each priority with enough finished outputs: a mask (bool [n]) of the requests of
+    this priority, and the sorted lengths of these outputs.
     """
 
     num_tokens: Tokens
@@ -47,9 +47,8 @@ class Outlook(NamedTuple):
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:
         """Return the probability [n, len(steps)] that each request generates at least `steps` more tokens.
 
-        The probability is estimated from the finished outputs that are longer than the request's present output. It is
-        the share of these outputs that are at least as long as the present output plus `steps`. A request without such
-        outputs is assumed to run to max_tokens.
+        It is a share of the finished outputs that are longer than the request's present output: those that are longer
+        by at least `steps` tokens. A request without such outputs is assumed to run to max_tokens.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)
@@ -62,9 +61,9 @@ class Outlook(NamedTuple):
 class OutputPredictor:
     """Predictor of a request's output length in tokens, from finished outputs of the same priority.
 
-    The prediction is the quantile QUANTILE of the lengths of outputs that are longer than the request's present output,
-    but at most max_tokens. It is max_tokens if fewer than MIN_SAMPLES outputs have finished, if no finished output is
-    longer, if the request ignores EOS tokens, or if `method` is not "learned".
+    The prediction is the quantile QUANTILE of the finished outputs that are longer than the request's present output,
+    at most max_tokens. It is max_tokens if there are too few such outputs, if the request ignores EOS tokens, or if
+    `method` is not "learned".
     """
 
     def __init__(self, method: Prediction) -> None:
@@ -95,7 +94,6 @@ class OutputPredictor:
         return max(1, limit - done)
 
     def outlook(self, requests: Sequence[Request]) -> Outlook:
-        """Return the Outlook of `requests`, with the lengths of the outputs that have finished so far."""
         num_tokens = np.fromiter(map(len, map(_TOKEN_IDS, requests)), np.int64, len(requests))
         done = num_tokens - np.fromiter(map(_PROMPT, requests), np.int64, len(requests))
         limit = np.fromiter((request.sampling.max_tokens for request in requests), np.int64, len(requests))
@@ -113,20 +111,18 @@ def future_peak(held: Tokens, remaining: Tokens) -> int:
     """Return the most tokens that n sequences hold together until all have ended, if each adds a token per step.
 
     `held` [n] is the number of tokens that each sequence holds now, and `remaining` [n] the number that it will still
-    add. All layers must keep all tokens. If the sequences are sorted by remaining tokens, most first, the first i
-    sequences still run when sequence i ends. They then hold the tokens that they hold now plus i times the remaining
-    tokens of sequence i (LightLLM's admission rule).
+    add. All layers must keep all tokens.
     """
+    # If the sequences are sorted by remaining tokens, most first, the first i sequences still run when sequence i ends.
+    # They then hold the tokens that they hold now plus i times the remaining tokens of sequence i (LightLLM's admission
+    # rule).
     order = np.argsort(-remaining)
     counts = np.arange(1, len(order) + 1)
     return int((held[order].cumsum() + remaining[order] * counts).max())
 
 
 def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
-    """Return the same peak as `future_peak` for any layout, in tokens summed over layer groups.
-
-    The peak occurs when a sequence ends, so the result is the largest sum of tokens at these times.
-    """
+    """Return the peak of `future_peak` for any layout, in tokens summed over layer groups."""
     size = layout.room(held[:, None] + remaining)
     return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())
 
@@ -145,11 +141,7 @@ def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, l
 
 
 def forecast_peak(kv: KVManager, predictor: OutputPredictor, request: Request, running: Sequence[Request]) -> int:
-    """Return the largest number of blocks predicted to be in use if `request` is admitted and shares no block.
-
-    Blocks that running requests share count once. The numbers of shared and of pinned blocks are assumed not to change.
-    If the pool has room for the longest possible outputs, the result is the number of blocks for these outputs.
-    """
+    """Return the largest number of blocks predicted to be in use if `request` is admitted and shares no block."""
     layout, tables = kv.layout, [other.table for other in running]
     held = np.array([*map(len, tables), layout.width(request.num_tokens)]) * layout.block_size
     others = kv.pool.num_used - sum(table.num_blocks for table in tables)

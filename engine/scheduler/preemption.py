@@ -49,8 +49,8 @@ class MeanCost:
 class MeasuredCosts:
     """Costs in seconds of computing a prefill token and of copying a block from or to host memory.
 
-    Other requests go on decoding while a request is recomputed. So the cost of prefill tokens is only the time by which
-    a step with prefills takes longer than a step of decodes alone.
+    The cost of prefill tokens is only the time by which a step with prefills takes longer than a step of decodes,
+    because other requests decode in the same steps.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -59,7 +59,7 @@ class MeasuredCosts:
         self._decode_step = MeanCost(0.0)
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Add the times of a computed step: of its computation, and of its copies from and to host memory."""
+        """Add the times of a step: of its computation, and of its copies from and to host memory."""
         if result.swap_elapsed > 0:
             self.block_copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
         computing = result.elapsed - result.swap_elapsed
@@ -93,9 +93,8 @@ class Loss(NamedTuple):
 class Preemption:
     """Rules of preemption: which request is preempted, and whether its KV is swapped or recomputed (preemption_mode).
 
-    Mode auto chooses the operation that is predicted to take less time: recomputing the tokens that the prefix cache
-    will not keep, or copying the blocks to host memory and back. If too few host blocks are free, every mode
-    recomputes. Requests of the lowest priority class are preempted first, unless priority_step is 0.
+    Mode auto chooses the operation that is predicted to take less time. If too few host blocks are free, every mode
+    recomputes.
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig) -> None:
@@ -108,8 +107,7 @@ class Preemption:
     def loss(self, request: Request, demand: int | None = None, *, may_swap: bool = True) -> Loss:
         """Return the cost of preempting the request. If `may_swap` is False, this is the cost of recomputing.
 
-        `demand` is the number of blocks that other requests will take from the pool; it determines how much of the
-        request's KV the prefix cache keeps. None means all available blocks, because running requests keep growing.
+        `demand` is the number of blocks that other requests will take from the pool; None means all available blocks.
         """
         kept = self._kv.num_kept(request, demand) * self._kv.block_size
         num_tokens = max(0, request.num_computed_tokens - kept)
@@ -123,11 +121,9 @@ class Preemption:
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
     def decide(self, request: Request, demand: int | None, *, may_swap: bool = True) -> Loss:
-        """Return the `loss` of a request that is being preempted. `Loss.swap` says whether its KV is to be swapped.
-
-        In mode auto, a decision against a possible copy moves the cost of copies towards the assumed cost, because
-        without copies their cost is not measured again.
-        """
+        """Return the `loss` of a request that is being preempted, including whether its KV is to be swapped."""
+        # In mode auto, a decision against a possible copy moves the cost of copies towards the assumed cost, because
+        # without copies their cost is not measured again.
         loss = self.loss(request, demand, may_swap=may_swap)
         if self._mode == "auto" and may_swap and not loss.swap and self._kv.swap.num_free:
             self.costs.block_copy.fade()
@@ -136,11 +132,9 @@ class Preemption:
     def choose_victim(self, running: Sequence[Request]) -> Request:
         """Return which of two or more running requests gives up its blocks when memory runs out.
 
-        The first request by rank is never chosen. So this request makes progress in every step, and every request
-        becomes the first at some time. Among the others, the victim is chosen by the lowest priority class (unless
-        priority_step is 0), then by the smallest loss, then by the largest rank. A request that was preempted
-        SAFE_AFTER times is chosen only if every candidate was preempted that often; then the candidate with the largest
-        rank is chosen.
+        The first request by rank is never chosen, so it makes progress in every step. A request that was preempted
+        SAFE_AFTER times is chosen only if every candidate was. Otherwise the victim is of the lowest priority class;
+        within it, the request with the smallest loss, then with the largest rank.
         """
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
@@ -156,9 +150,7 @@ class Preemption:
     def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
         """Return the running request to preempt so that `waiting`, a request of a higher class, can run.
 
-        The victim is of the lowest running class, ranks behind `waiting`, and was preempted fewer than SAFE_AFTER
-        times. The result is None if there is no such request. It is always None under a policy other than fair, because
-        only fair has classes.
+        Returns None if there is none, and under every policy except fair, because only fair has classes.
         """
         if self._policy != "fair":
             return None

@@ -1,4 +1,4 @@
-"""Scheduler: the choice of the tokens that the next step computes."""
+"""Scheduler: chooses the tokens that the next step computes."""
 
 from __future__ import annotations
 
@@ -33,21 +33,18 @@ _new_update = cast("Callable[[tuple[Request, int, RowResult]], Update]", partial
 
 
 class Scheduler:
-    """Planner of steps: it decides which tokens each step computes, and holds no tensors and no text.
+    """Planner of steps: decides which tokens each step computes.
 
     For each step, the caller calls `schedule` to plan it, `advance` after it was launched, and `settle` when its
     results are known. From `advance` to `settle`, the step is in flight, and the tokens that it samples are pending.
-    Meanwhile the next step may be scheduled and launched, but it is advanced only after the first one is settled. If a
-    request ends in the meantime, the next step may still have one row of this request; `advance` and `settle` ignore
-    this row.
+    Meanwhile the next step may be scheduled and launched, but it is advanced only after the first one is settled.
 
     Steps have no phases: each step lets num_computed_tokens of the running requests catch up with their num_tokens.
     Prefill, chunked prefill, decode and recovery from preemption differ only in the number of uncomputed tokens.
 
-    A running request holds blocks for all its tokens; in sliding-window layers, only for its computed tokens in the
-    window and for at least one more token. When blocks run out, the first running request by rank is never preempted,
-    and every accepted request fits the pool alone. So each step makes progress, and every request ends. At most
-    max_num_batched_tokens requests run, so every decoding request gets its token in every step.
+    When blocks run out, the first running request by rank is never preempted, and every accepted request fits the pool
+    alone. So each step makes progress, and every request ends. At most max_num_batched_tokens requests run, so every
+    decoding request gets its token in every step.
 
     Starvation bound: while a request R waits, at most max_passes x (1 + S) requests of larger rank are admitted, where
     S is the number of requests of smaller rank that wait during that time. R waits for at most as many steps as the
@@ -71,11 +68,7 @@ class Scheduler:
         self.configure()
 
     def configure(self, **limits: Unpack[Limits]) -> None:
-        """Change the limits of a step. No request may be running.
-
-        What was learned from earlier steps is reset: the share of blocks that admission keeps free (headroom), the
-        concurrency cap and the step-time model. Waiting requests keep their waiting times.
-        """
+        """Change the limits of a step, and forget what was learned from earlier steps. No request may be running."""
         assert not self.running
         self.config = replace(self.config, **limits)
         self.pacer = Pacer(self.config)
@@ -98,12 +91,11 @@ class Scheduler:
         self.admission.changed()
 
     def fits_alone(self, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """Return True if the pool can hold a request of this size alone. The last sampled token needs no KV."""
+        """Return True if the pool can hold a request of this size alone."""
         most = num_prompt_tokens + max(0, max_tokens - 1)
         return self.kv.layout.num_blocks(most) <= self.kv.max_request_blocks
 
     def expire_pins(self) -> None:
-        """Release the pinned prefixes whose TTL has passed."""
         if self.kv.expire(self._clock()):
             self.admission.changed()
 
@@ -132,8 +124,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan one step: secure memory for running requests, then schedule decodes, partial prefills and admissions.
 
-        While a step is in flight, the plan has no rows if it depends on results of that step (see `_needs_results`), or
-        if there is nothing to compute without these results.
+        The plan has no rows if nothing can be computed before the step in flight is settled.
         """
         if self._in_flight is not None and self._needs_results():
             return StepPlan(())
@@ -165,12 +156,9 @@ class Scheduler:
         return StepPlan(rows, finished, self.kv.copies.take(), *self.kv.swap.take())
 
     def _needs_results(self) -> bool:
-        """Return True if the next plan must wait until the step in flight is settled.
-
-        That is the case if requests may have to be preempted: pending tokens could not be computed again, and the
-        results may end a request, whose blocks are then free. It is also the case if penalties depend on pending
-        tokens.
-        """
+        """Return True if the next plan must wait until the step in flight is settled."""
+        # A reason is a possible preemption: pending tokens could not be computed again, and the results may end a
+        # request, which frees its blocks. Another reason are penalties that depend on pending tokens.
         if any(request.num_pending_tokens and request.sampling.has_penalties for request in self.running):
             return True
         full = self.admission.is_full and self.waiting
@@ -231,8 +219,7 @@ class Scheduler:
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
         """Schedule prefills with the tokens that decodes leave in the budget, and admit requests if `admit` is True.
 
-        Short requests get the share fast_lane_share first. All requests then get the rest by rank. `behind` are the
-        running requests with more than one uncomputed token, sorted by rank.
+        `behind` are the running requests with more than one uncomputed token, sorted by rank.
         """
         lane = int(self.config.fast_lane_share * step.left)
         for request in behind:
@@ -249,11 +236,9 @@ class Scheduler:
     # -- after the step ---------------------------------------------------------------------------------------
 
     def advance(self, plan: StepPlan) -> None:
-        """Count the tokens of a launched plan as computed, and the tokens that it samples as pending.
-
-        A token with which its request reaches max_tokens is not pending, because no step will compute it. So no later
-        step has a row of a request that is sure to end.
-        """
+        """Count the tokens of a launched plan as computed, and the tokens that it samples as pending."""
+        # A token with which its request reaches max_tokens is not pending, because no step will compute it. So no later
+        # step has a row of a request that is sure to end.
         assert self._in_flight is None, "settle the step in flight first"
         self._in_flight = plan
         running = RequestStatus.RUNNING
@@ -264,10 +249,7 @@ class Scheduler:
                     request.num_pending_tokens = 1
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Apply the result of an advanced plan to its requests. Requests that end release their blocks.
-
-        The token of a request that has ended since the launch is discarded.
-        """
+        """Apply the result of an advanced plan to its requests. Requests that end release their blocks."""
         assert self._in_flight is plan
         self._in_flight = None
         self.preemption.costs.learn(plan, result)
@@ -292,19 +274,15 @@ class Scheduler:
         return updates
 
     def abandon(self, plan: StepPlan, following: StepPlan | None = None) -> int:
-        """Undo an advanced plan whose step ran out of memory; return how many running requests were preempted.
+        """Undo an advanced plan whose step ran out of memory. Return how many running requests were preempted.
 
-        `following` is the plan that was launched after it, if there is one. It is undone too, because it depends on
-        tokens of the failed step.
-
-        The steps may have done any part of their work. The KV that they computed is in blocks that no lookup finds, and
-        later steps compute these tokens again. The KV that they copied may be incomplete. So each request into whose
-        blocks the steps were to copy KV is preempted, and KV that the steps were to save in host memory is dropped.
-        Later steps compute this KV again.
-
-        Later steps have at most half of the plan's tokens (see `Pacer.lower`). Further requests are preempted until one
-        token of each running request fits in such a step. The next step admits requests only if none is running.
+        `following` is the plan that was launched after it, if there is one; it is undone too. Later steps compute the
+        tokens of both plans again, in steps of at most half the plan's tokens.
         """
+        # The steps may have done any part of their work. The KV that they computed is in blocks that no lookup finds.
+        # The KV that they copied may be incomplete, so each request into whose blocks the steps were to copy KV is
+        # preempted, and KV that the steps were to save in host memory is dropped. Further requests are preempted until
+        # one token of each running request fits in a step.
         assert self._in_flight is plan
         self._in_flight = None
         for request, _, num_tokens, _, _ in _rows_of(plan):
@@ -332,12 +310,10 @@ class Scheduler:
         return self.counters.num_preemptions - before
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a waiting or running request and release its blocks. Do nothing if the request has already finished.
-
-        A launched step may still read and write these blocks. Still, blocks and host blocks can be reused at once,
-        because an executor computes steps and copies in the order of their launches, so a step that reuses a block is
-        computed later. No lookup finds the KV that the launched step writes, because only settled tokens are committed.
-        """
+        """End a waiting or running request and release its blocks. Do nothing if the request has already finished."""
+        # A launched step may still use these blocks. They can be reused at once, because an executor computes steps and
+        # copies in the order of their launches. No lookup finds the KV that the launched step writes, because only
+        # settled tokens are committed.
         if request.status is RequestStatus.FINISHED:
             return
         if request.status is RequestStatus.RUNNING:
@@ -371,7 +347,6 @@ def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool]]
 
 
 def _growing(requests: Iterable[Request]) -> list[Request]:
-    """Return the requests that need more blocks for their tokens."""
     return [r for r in requests if len(r.token_ids) + r.num_pending_tokens > r.table.capacity]
 
 

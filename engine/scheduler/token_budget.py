@@ -26,9 +26,9 @@ RAISE_AFTER = 1024
 class Pacer:
     """Controller that sizes each step's token budget to meet target_itl, with a step-time model fitted to past steps.
 
-    The budget is `limit` if there is no target, if no request decodes, or if the model has seen too few steps to be
-    trusted. Otherwise it is `limit` or less. `limit` begins as max_num_batched_tokens. `lower` reduces it after a step
-    that ran out of memory, and RAISE_AFTER or more steps without such a failure double it, up to its first value.
+    The budget is `limit` if there is no target, if no request decodes, or if the model has seen too few steps. `limit`
+    begins as max_num_batched_tokens. `lower` reduces it after a step that ran out of memory. RAISE_AFTER or more steps
+    without such a failure double it, up to its first value.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -61,7 +61,7 @@ class Pacer:
         return self.step_budget
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Add a computed plan and its time in seconds to the step-time model. Raise a lowered limit if it is time."""
+        """Add a computed plan and its time in seconds to the step-time model."""
         if self._target is not None:
             self.model.learn(shape_of(plan), seconds)
         if self.limit < self._most:
@@ -90,7 +90,7 @@ class StepBuilder:
         self._behind: set[Request] = set()
 
     def give(self, request: Request, limit: int) -> int:
-        """Schedule as many of the request's tokens as `limit`, the token budget and memory allow; return how many."""
+        """Schedule as many of the request's tokens as `limit`, the token budget and memory allow. Return how many."""
         given = self._counts.get(request, 0)
         start = request.num_computed_tokens + given
         count = min(limit, self.left, request.num_tokens - start)
@@ -104,10 +104,7 @@ class StepBuilder:
         return count
 
     def decode(self, requests: Iterable[Request]) -> None:
-        """Schedule one token for each of `requests`. Call this before `give`.
-
-        Each request must have exactly one uncomputed token.
-        """
+        """Schedule one token for each request. Each must have exactly one uncomputed token. Call this before `give`."""
         self._counts = dict.fromkeys(requests, 1)
         self.left -= len(self._counts)
 

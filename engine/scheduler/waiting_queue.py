@@ -23,10 +23,8 @@ _BY_ARRIVAL = attrgetter("arrival_time", "request_id")
 
 
 def initial_rank(request: Request, config: EngineConfig) -> float:
-    """Return the request's position in the queue (lower is earlier): its arrival time plus priority x priority_step.
+    """Return the request's position in the queue (lower is earlier): arrival time plus priority x priority_step.
 
-    Waiting does not change a rank, because each second of waiting counts the same for all requests. So a request can
-    rank before an earlier request only if their arrivals are less than (difference in priority) x priority_step apart.
     Under policy sptf, the rank is the prompt's length plus max_tokens.
     """
     if config.scheduling_policy == "sptf":
@@ -48,10 +46,7 @@ class WaitReason(StrEnum):
 
 
 class WaitingTimes:
-    """Record of the seconds for which the queue has waited for each reason, in total and for each waiting request.
-
-    The work per step does not depend on the queue's length.
-    """
+    """Seconds for which the queue has waited for each reason, in total and for each waiting request."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -70,7 +65,7 @@ class WaitingTimes:
         self._at_start[request] = self._seconds.copy()
 
     def end(self, request: Request) -> dict[WaitReason, float]:
-        """Forget the request and return the seconds that it waited for each reason, without times below 1 ms."""
+        """Forget the request. Return the seconds that it waited for each reason, without times below 1 ms."""
         self._count()
         at_start = self._at_start.pop(request, self._seconds)
         waited = {reason: seconds - at_start[reason] for reason, seconds in self._seconds.items()}
@@ -93,8 +88,8 @@ class Offer(NamedTuple):
 class WaitingQueue:
     """Queue of waiting requests, kept as three sorted lists.
 
-    One list has all requests by rank (the order of admission, see `initial_rank`), one has all by arrival time, and one
-    has the short requests (see `Admission.is_short`) by rank.
+    One list has all requests by rank (see `initial_rank`), one has all by arrival time, and one has the short requests
+    (see `Admission.is_short`) by rank.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -127,30 +122,29 @@ class WaitingQueue:
         self.times.begin(request)
 
     def add_at_head_of_class(self, request: Request, *, short: bool) -> None:
-        """Add a request ahead of all waiting requests of its priority, and lower its rank if necessary."""
+        """Add a request ahead of all waiting requests of its priority."""
         first = next((other.rank for other in self._by_rank if other.priority == request.priority), request.rank)
         request.rank = min(request.rank, first - RANK_STEP)
         self.add(request, short=short)
 
     def remove(self, request: Request) -> dict[WaitReason, float]:
-        """Remove the request and return the seconds that it waited for each reason."""
+        """Remove the request. Return the seconds that it waited for each reason."""
         _remove(self._by_rank, request, _BY_RANK)
         _remove(self._by_arrival, request, _BY_ARRIVAL)
         _remove(self._short, request, _BY_RANK)
         return self.times.end(request)
 
     def short_ones(self, count: int) -> list[Request]:
-        """Return the first `count` short requests by rank (see `Admission.is_short`)."""
+        """Return the first `count` short requests by rank."""
         return self._short[:count]
 
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
         """Yield requests, each once, in the order in which they are considered for admission.
 
         The order is by rank. Among the first BONUS_WINDOW requests, a request is moved forward by its `bonus`, which is
-        at most `max_bonus` (both in seconds). The share ARRIVAL_QUOTA of admissions goes by arrival time: whenever such
-        an admission is due, the request that has waited longest comes next. So the caller must pass each admitted offer
-        to `count_taken`. Only the first `count` requests by rank, and the first `count` by arrival, are considered. The
-        iteration uses a copy of the queue.
+        at most `max_bonus` (both in seconds). The share ARRIVAL_QUOTA of admissions goes to the request that has waited
+        longest. The caller must pass each admitted offer to `count_taken`. Only the first `count` requests by rank, and
+        the first `count` by arrival, are considered.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]

@@ -33,16 +33,14 @@ def render_chat(
 ) -> list[int]:
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
-    `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template, which transformers runs in a
-    sandbox. If one of them is `continue_final_message`, the token ids end with the text of the last message, without
-    the start of another turn.
+    `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template. With `continue_final_message`, the
+    token ids end with the text of the last message.
 
-    Only the template writes special tokens. If messages or `template_kwargs` contain the text of a special token, this
-    text is encoded as plain text. The same holds for other tokens that the template writes around turns, except in
-    assistant messages. With `parse_special`, the text of any token is encoded as this token.
+    Special tokens in the text of messages or `template_kwargs` are encoded as plain text, unless `parse_special` is
+    True. `check` may refuse the rendered text before it is encoded.
 
     Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or
-    `template_kwargs` has a keyword that requests may not set. `check` may refuse the text before it is encoded.
+    `template_kwargs` has a keyword that requests may not set.
     """
     if tokenizer.chat_template is None:
         raise RequestError(
@@ -97,10 +95,8 @@ def _reserved() -> frozenset[str]:
 
 
 def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
-    """Return `value` with special tokens and `_turn_tokens` escaped in every string that it contains.
-
-    In messages of the assistant, only special tokens are escaped, because the model itself wrote the others.
-    """
+    """Return `value` with special tokens and `_turn_tokens` escaped in every string that it contains."""
+    # In messages of the assistant, only special tokens are escaped, because the model itself wrote the others.
     if isinstance(value, str):
         return tokenizer.escape(value, () if role == "assistant" else _turn_tokens(tokenizer))
     if isinstance(value, Mapping):
@@ -144,13 +140,11 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
 
 
 def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[Message]]:
-    """Yield the messages as they are, and then in forms for templates that know fewer roles.
-
-    In the second form, developer messages have become system messages. If the template does not name the developer
-    role, this form comes first, because many templates write any role although the model knows only some. In the last
-    two forms, system messages are joined to the user messages beside them: first all except a system message at the
-    beginning, then all.
-    """
+    """Yield the messages as they are, and then in forms for templates that know fewer roles."""
+    # In the second form, developer messages have become system messages. If the template does not name the developer
+    # role, this form comes first, because many templates write any role although the model knows only some. In the last
+    # two forms, system messages are joined to the user messages beside them: first all except a system message at the
+    # beginning, then all.
     as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     if knows_developers:
         yield messages
@@ -162,10 +156,7 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each system message joined to the user message beside it.
-
-    A system message without a user message beside it becomes a user message.
-    """
+    """Return the messages with each system message joined to the user message beside it, or turned into one."""
     turns: list[Message] = []
     after_system = False
     for message in messages:
@@ -195,11 +186,9 @@ def _with_objects(message: Message) -> Message:
 
 
 def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
-    """Raise RequestError if the template leaves out a tool call, or the content of any role except assistant.
-
-    The check renders the messages with a made-up word in place of each content and of each function name in a tool
-    call, and looks for these words in the result.
-    """
+    """Raise RequestError if the template leaves out a tool call, or the content of any role except assistant."""
+    # The check renders the messages with a made-up word in place of each content and of each function name in a tool
+    # call, and looks for these words in the result.
     words: dict[str, str] = {}
     marked: list[Message] = []
     for position, message in enumerate(messages):

@@ -13,16 +13,15 @@ class Detokenizer:
     The texts that `push` returns, followed by the text that `flush` returns, equal `tokenizer.decode(ids,
     skip_special_tokens)` for any ids. `push` holds back only the bytes of an incomplete character, which the next token
     may change.
-
-    For a byte-level tokenizer, the text is the bytes of all tokens, decoded as UTF-8. The tokenizers library gives the
-    same text for invalid bytes: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per maximal
-    subpart (Unicode 15, section 3.9).
-
-    For other tokenizers, the last few tokens are decoded with and without the new token, and the new text is the
-    difference. Both decodes begin with a token whose text was already returned, because the library strips the space
-    before the first token. The library decodes a run of byte-fallback tokens (<0xE2> <0x82> <0xAC>) as a whole, and
-    writes one U+FFFD per byte if the run is not valid UTF-8. So `push` holds back a run until another token ends it.
     """
+
+    # For a byte-level tokenizer, the text is the bytes of all tokens, decoded as UTF-8. The tokenizers library gives
+    # the same text for invalid bytes: Python's `replace` and Rust's `from_utf8_lossy` both write one U+FFFD per maximal
+    # subpart (Unicode 15, section 3.9). For other tokenizers, the last few tokens are decoded with and without the new
+    # token, and the new text is the difference. Both decodes begin with a token whose text was already returned,
+    # because the library strips the space before the first token. The library decodes a run of byte-fallback tokens
+    # (<0xE2> <0x82> <0xAC>) as a whole, and writes one U+FFFD per byte if the run is not valid UTF-8. So `push` holds
+    # back a run until another token ends it.
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +32,7 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add the next token. Return the text that became final, which no later token can change."""
+        """Add the next token. Return the text that no later token can change."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
         if self._utf8 is not None:

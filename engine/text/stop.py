@@ -6,11 +6,12 @@ from __future__ import annotations
 class StopMatcher:
     """Matcher that ends a text at the first stop string. The text arrives in pieces of any size.
 
-    The match that ends first counts. If several matches end at the same character, the longest one counts. So the
-    result does not depend on the pieces. Text is held back only while it may be the beginning of a stop string. Each
-    stop string has a Knuth-Morris-Pratt automaton, so the cost per character does not depend on the lengths of the stop
-    strings.
+    The match that ends first counts. If several matches end at the same character, the longest one counts. Text is held
+    back only while it may be the beginning of a stop string.
     """
+
+    # Each stop string has a Knuth-Morris-Pratt automaton, so the cost per character does not depend on the lengths of
+    # the stop strings.
 
     def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
         self._stops = stops

@@ -24,9 +24,9 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """Thread-safe tokenizer of one model.
 
-    `vocab_size` is the largest id that has a token, plus 1; the model's vocabulary may be padded to a larger size.
-    `eos_token_ids` has only the tokenizer's own EOS id; ModelInfo has all EOS ids. `byte_level` is True if tokens are
-    written in GPT-2's byte-level alphabet.
+    `vocab_size` is the largest id that has a token, plus 1; the model's vocabulary may be larger. `eos_token_ids` has
+    only the tokenizer's own EOS id; ModelInfo has all EOS ids. `byte_level` is True if tokens are written in GPT-2's
+    byte-level alphabet.
     """
 
     def __init__(self, fast: PreTrainedTokenizerBase) -> None:
@@ -59,8 +59,7 @@ class Tokenizer:
         """Return the token ids of `text`. Special tokens that are written in the text are recognised.
 
         `add_special_tokens` adds the special tokens that the model expects around a text, often only BOS. With
-        `escaped`, tokens that `escape` marked in the text are not recognised, and the marks are removed. Raises
-        RequestError for a lone surrogate.
+        `escaped`, tokens that `escape` marked are encoded as plain text. Raises RequestError for a lone surrogate.
         """
         check_unicode(text, "prompt")
         backend = self._unescaping if escaped and _MARK in text else self.backend
@@ -85,12 +84,10 @@ class Tokenizer:
 
     @cached_property
     def _unescaping(self) -> tokenizers.Tokenizer:
-        """Copy of the backend that removes the marks of `escape` after it has recognised added tokens.
-
-        A backend first looks for added tokens in the raw text. Then it normalises the text between them, where the copy
-        removes the marks. Last, it looks for the added tokens that are declared as normalised. In the copy, only blank
-        tokens are declared so. Thus a token that was marked is not recognised after its marks are gone.
-        """
+        """Copy of the backend that removes the marks of `escape` after it has recognised added tokens."""
+        # A backend first looks for added tokens in the raw text. Then it normalises the text between them, where the
+        # copy removes the marks. Last, it looks for the added tokens that are declared as normalised. In the copy, only
+        # blank tokens are declared so. Thus a token that was marked is not recognised after its marks are gone.
         from tokenizers import AddedToken, Tokenizer, normalizers
 
         own = self.backend.normalizer
@@ -119,10 +116,7 @@ class Tokenizer:
         return text
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, which may be a special token; b"" for an id without a token.
-
-        An added token of a byte-level tokenizer is read as byte-level text if possible, else encoded as UTF-8.
-        """
+        """Return the bytes of one token, special or not; b"" for an id without a token."""
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return b""
@@ -145,12 +139,9 @@ class Tokenizer:
 
     @cached_property
     def _token_limits(self) -> tuple[int | None, bytes]:
-        """Largest number of bytes that one token can stand for in a text, and the bytes that have no token.
-
-        The tokenizer drops bytes without a token. The number is None except for a BPE tokenizer that keeps all other
-        bytes. Other tokenizers may turn several unknown characters into one token, or drop characters in a normaliser,
-        a pre-tokeniser or a token that strips white space.
-        """
+        """Largest number of bytes that one token can stand for in a text, and the bytes that have no token."""
+        # The tokenizer drops bytes without a token. The number is None except for a BPE tokenizer that keeps all other
+        # bytes. Other tokenizers may turn several unknown characters into one token, or drop characters.
         vocab = self.backend.get_vocab(with_added_tokens=True)
         normalizer, pre_tokenizer = _steps(self.backend.normalizer), _steps(self.backend.pre_tokenizer)
         kinds = {step["type"] for step in normalizer}
@@ -174,7 +165,6 @@ class Tokenizer:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """Return the steps of a normaliser, pre-tokeniser or decoder, as in tokenizer.json."""
     if part is None:
         return []
     steps = [json.loads(part.__getstate__())]
@@ -209,10 +199,8 @@ def check_unicode(text: str, param: str) -> None:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte of each character in GPT-2's byte-level alphabet.
-
-    Printable Latin-1 characters stand for their own bytes, characters from U+0100 on for the other bytes.
-    """
+    """Return the byte of each character in GPT-2's byte-level alphabet."""
+    # Printable Latin-1 characters stand for their own bytes, characters from U+0100 on for the other bytes.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
