@@ -30,11 +30,7 @@ _LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "stats", "bu
 
 
 def __getattr__(name: str) -> Any:
-    """Import the object `name` and return it. Raises AttributeError for an unknown name.
-
-    Python calls this function for a name in _LAZY, which is imported only when a program uses it. So programs that only
-    plan memory do not import the engine.
-    """
+    """Import the object `name` when a program first uses it, so that programs that only plan memory load no engine."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,4 +1,4 @@
-"""Blueprints of simulated engines: their settings, memory plan and step times, for a GPU or this machine."""
+"""Blueprints of simulated engines: settings, memory plan and step times, for a GPU or this machine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class Blueprint:
     """Description of the engine that `build_engine` would build for `config`, made without loading the model.
 
     `cost` predicts the seconds of a step. `swap_seconds` returns the seconds for copying a number of bytes of KV to or
-    from host memory. `provenance` names the device, the kind of engine if the user chose one, and the error of `cost`.
-    `notes` are warnings for the user.
+    from host memory. `provenance` describes the device and the error of `cost`. `notes` are warnings for the user.
     """
 
     config: ResolvedConfig
@@ -42,7 +41,7 @@ class Blueprint:
     notes: tuple[str, ...] = ()
 
     def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
-        """Return a new simulated engine, with other `limits` if given (see `StepLoop.reconfigure`)."""
+        """Return a new simulated engine, with other `limits` if given."""
         # A simulated machine is assumed to have the host memory that swap_space asks for.
         swap = plan_swap(self.config.swap_space, self.plan.block_bytes, self.config.swap_space)
         kv = make_kv(self.config, self.plan.num_blocks, swap, self.plan.layout)
@@ -55,10 +54,8 @@ class Blueprint:
 def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
     """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
-    For the name "h100", the roofline model uses the constants in the table [default] of profiles/engines.toml. For
-    "h100:vllm", it uses the constants in the table [vllm], so that steps take as long as in vLLM. The simulated
-    scheduler is always llmsched's own. Raises ConfigError for an unknown GPU or kind of engine, for settings that the
-    GPU does not support, and if the model does not fit.
+    With the name "h100:vllm" instead of "h100", steps take as long as in vLLM; the scheduler is always llmsched's.
+    Raises ConfigError for an unknown GPU or kind of engine, and for settings or a model that do not suit the GPU.
     """
     gpu_name, colon, engine_name = name.partition(":")
     try:

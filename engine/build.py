@@ -48,9 +48,8 @@ def build_engine(
 ) -> Engine:
     """Load `config.model`, reserve its memory and return the engine. Settings are checked before weights are read.
 
-    `served_model_name` is the model's name in metrics (None: the name in ModelInfo). The names of metrics begin with
-    `metrics_prefix`. Raises ModelError for a model that cannot be loaded or served, and ConfigError for a setting that
-    does not suit the model or the device.
+    `served_model_name` is the model's name in metrics (None: the name in ModelInfo). Raises ModelError for a model that
+    cannot be loaded or served, and ConfigError for a setting that does not suit the model or the device.
     """
     check_servable(config)
     opened = open_model(config, progress)
@@ -77,7 +76,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
     """Return a new engine with the executor of `engine`, an empty cache, and the same settings except for `knobs`.
 
     Afterwards `engine` must not compute steps. Raises ConfigError for a knob that determines what is loaded and
-    reserved (RESERVING), and for a limit (LIMITS) above the value for which memory was reserved.
+    reserved, and for a limit above the value for which memory was reserved.
     """
     if wrong := sorted(RESERVING & knobs.keys()):
         raise ConfigError(wrong[0], "determines what is loaded and reserved; build a new engine to change it")
@@ -91,7 +90,7 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 def _load(
     opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """Load the model, reserve KV blocks and warm up; return the executor, and `plan` with the measured memory."""
+    """Load the model, reserve KV blocks and warm up. Return the executor, and `plan` with the measured memory."""
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
@@ -133,7 +132,7 @@ def _load(
 def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
     """Turn a failed allocation inside the `with` block, or a missing C compiler, into a ModelError.
 
-    For an allocation, the message has what failed (`doing`), the planned memory, and what to do (`remedy`).
+    The message about an allocation has what failed (`doing`) and what to do (`remedy`).
     """
     try:
         yield

@@ -49,9 +49,9 @@ def knob(
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine as the user gives them. A ResolvedConfig has values in place of "auto" and None.
+    """Settings of one engine as the user gives them.
 
-    Raises ConfigError if a value is out of range or has no effect in combination with another.
+    Raises ConfigError if a value is out of range or has no effect in combination with another value.
     """
 
     model: str = knob("demo", "Hugging Face directory, hub id, .gguf file, or demo")
@@ -207,7 +207,6 @@ class EngineConfig:
             )
 
     def chosen(self) -> dict[str, Any]:
-        """Return the settings that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @staticmethod
@@ -218,7 +217,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """Settings of a planned engine: an EngineConfig with the values that planning chose (see `MemoryPlan.resolve`)."""
+    """Settings of a planned engine: an EngineConfig with the values that planning chose in place of "auto" and None."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     kv_cache_dtype: Literal["float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -249,7 +248,7 @@ _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = {
 
 
 def check_together(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a setting that the user gave has no effect because of another one."""
+    """Raise ConfigError if a setting that the user gave has no effect because of another setting."""
     policy = given.get("scheduling_policy", "fair")
     if policy != "fair":
         no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}
@@ -267,9 +266,9 @@ def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:
 
 
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `value` is not one of the choices in `rule`, or is a number outside the range in `rule`.
+    """Raise ConfigError if `value` is not one of the choices in `rule`, or is a number outside its range.
 
-    `rule` is the metadata of a field (see `EngineConfig.knob_rule`). None, True and False are always allowed.
+    `rule` is the result of `EngineConfig.knob_rule`. None, True and False are always allowed.
     """
     if value is None or isinstance(value, bool):
         return
@@ -285,11 +284,7 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
 
 
 def check_limits(config: ResolvedConfig, limits: Mapping[str, Any]) -> None:
-    """Raise ConfigError if max_num_batched_tokens or max_num_seqs is out of range in `limits`.
-
-    The highest allowed value is the value in `config`, because memory was reserved for it. Other settings in `limits`
-    are not checked.
-    """
+    """Raise ConfigError if max_num_batched_tokens or max_num_seqs in `limits` is above its value in `config`."""
     for name in LIMITS:
         rule = {**EngineConfig.knob_rule(name), "high": getattr(config, name)}
         check_knob(name, limits.get(name), rule)

@@ -154,7 +154,7 @@ class Engine(StepLoop):
         self.observe(self.recorder.update)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request in any state and return the last output of each choice that had not ended."""
+        """End a request in any state. Return the last output of each choice that had not ended."""
         outputs = []
         for name in list(self.open_sequences.get(request_id, ())):
             stream = self._streams[name]
@@ -165,10 +165,7 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the seconds after which a refused request may be sent again, at least 1.
-
-        This is the mean time between the ends of the latest sequences.
-        """
+        """Return the seconds after which a refused request may be sent again, at least 1."""
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
@@ -179,10 +176,9 @@ class Engine(StepLoop):
     def step(self) -> list[RequestOutput]:
         """Compute one step and return the new outputs.
 
-        Returns an empty list while the scheduler waits for more requests (see `idle_until`), and for a step whose
-        requests have all ended. If this method raises an exception, the engine cannot continue. If the text of an
-        output cannot be made, only that sequence ends, with FinishReason.ERROR. An error in the statistics is only
-        logged.
+        Returns an empty list while the scheduler waits for more requests. If this method raises an exception, the
+        engine cannot continue. If the text of an output cannot be made, only that sequence ends, with
+        FinishReason.ERROR.
         """
         if self.idle_until() is not None:
             return []
@@ -217,10 +213,8 @@ class Engine(StepLoop):
         return outputs
 
     def observe(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call a function that serving can do without, such as an update of statistics. Log its errors.
-
-        If several calls of the same function fail, log only the first error, until a call succeeds again.
-        """
+        """Call a function that serving can do without, such as an update of statistics. Log its errors."""
+        # If several calls of the same function fail, only the first error is logged, until a call succeeds again.
         try:
             function(*args, **kwargs)
         except Exception:
@@ -247,7 +241,6 @@ class Engine(StepLoop):
     # -- state ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Return the state after the latest step."""
         return self.recorder.stats()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
@@ -258,7 +251,7 @@ class Engine(StepLoop):
     def explain(self, request_id: str) -> list[Timeline]:
         """Return the scheduler's decisions about a request, with one Timeline for each choice.
 
-        The list is empty if the request is unknown or ended so long ago that the scheduler's Ledger has dropped it.
+        The list is empty if the request is unknown or ended long ago.
         """
         timelines = []
         for index in range(MAX_N):
@@ -292,7 +285,7 @@ class PrefixAdmin:
         self._engine.observe(self._engine.recorder.update)
 
     def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
-        """Pin a prefix: keep the KV of its whole blocks for `ttl` seconds (None: until `unpin`).
+        """Keep the KV of a prefix's whole blocks for `ttl` seconds (None: until `unpin`).
 
         The next steps compute the tokens that are not cached yet. Raises RequestError if the prefix is shorter than a
         block, if there is no room for the pin, or if prefix caching is off.
@@ -328,7 +321,6 @@ class PrefixAdmin:
         return self._kv.pins.next_expiry()
 
     def pins(self) -> list[PinState]:
-        """Return the states of all pins, oldest first."""
         self._engine.scheduler.expire_pins()
         return self._kv.pins.states()
 

@@ -28,7 +28,7 @@ _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Process that holds device memory; `used` is in bytes."""
+    """Process that holds `used` bytes of device memory."""
 
     pid: int
     name: str
@@ -37,11 +37,11 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device, in bytes: all that programs can allocate, and the part that other programs hold now.
+    """Memory of one device, in bytes.
 
     On a CPU, `used_by_others` is all memory that is not available without swapping. `holders` lists the other programs
-    if the driver names them. `computes_bf16` is True if the device multiplies bfloat16 in hardware; then dtype "auto"
-    means bfloat16. `computes_fp8` is True for a GPU that multiplies fp8 in hardware, and has no meaning for a CPU.
+    if the driver reports them. `computes_bf16` is True if the device multiplies bfloat16 in hardware. `computes_fp8` is
+    True for a GPU that multiplies fp8 in hardware; it has no meaning for a CPU.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -54,16 +54,16 @@ class DeviceMemory:
 
     @property
     def free(self) -> int:
-        """Bytes that other programs do not hold."""
         return self.total - self.used_by_others
 
 
 def prepare_environment() -> None:
     """Set variables that native libraries read when they are loaded, unless the user has set them.
 
-    Call this before torch is imported. CUDA_DEVICE_ORDER makes CUDA number the GPUs as NVML does. GOMP_SPINCOUNT makes
-    idle threads of libgomp sleep after SPIN_COUNT iterations.
+    Call this before torch is imported.
     """
+    # CUDA_DEVICE_ORDER makes CUDA number the GPUs as NVML does. GOMP_SPINCOUNT makes idle threads of libgomp sleep
+    # after SPIN_COUNT iterations.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
@@ -109,7 +109,7 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:
-    """Return the memory of a GPU from profiles/gpus.toml, assuming that other programs hold none of it."""
+    """Return the memory of a GPU in profiles/gpus.toml, none of it held by other programs."""
     fp8 = gpu.fp8_flops > 0
     return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0, computes_fp8=fp8)
 
@@ -166,10 +166,8 @@ def _visible_gpu(nvml: Any) -> Any:
 
 
 def _own_memory() -> int:
-    """Return an estimate of the GPU memory that this process holds, in bytes, from what torch has reserved.
-
-    NVML cannot tell this in a container, because it lists processes by the host's process ids.
-    """
+    """Return an estimate of the bytes of GPU memory that this process holds, from what torch has reserved."""
+    # NVML cannot tell this in a container, because it lists processes by the host's process ids.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -177,7 +175,7 @@ def _own_memory() -> int:
 
 
 def _holders(nvml: Any, handle: Any) -> list[Holder]:
-    """Return the processes that hold GPU memory, the largest first; an empty list if the driver names none."""
+    """Return the processes that hold GPU memory, the largest first; an empty list if the driver reports none."""
     used: dict[int, int] = {}
     for listed in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:
@@ -209,8 +207,7 @@ def cpu_memory() -> DeviceMemory:
 def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
     """Return (limit, used) in bytes for each cgroup (v1 or v2) of this process that has a memory limit.
 
-    Page cache that the kernel can reclaim (inactive_file) does not count as used. `root` is the directory where cgroups
-    are mounted. `membership` is the file that names the cgroups of the process.
+    `root` is the directory where cgroups are mounted. `membership` is the file that lists the cgroups of the process.
     """
     found = []
     for line in _read(membership).splitlines():

@@ -13,12 +13,12 @@ _MARK = "\0"
 
 
 def setting(name: str) -> str:
-    """Return a setting's name, marked so that `spell` can replace it by the reader's name for it, such as a flag."""
+    """Mark a setting's name in a message, so that `spell` can replace it by another spelling, such as a flag."""
     return f"{_MARK}{name}{_MARK}"
 
 
 def spell(message: str, naming: Callable[[str], str] = str) -> str:
-    """Return the message without the marks that `setting` made. `naming` converts each marked name."""
+    """Return the message without the marks of `setting`. `naming` converts each marked name."""
     parts = message.split(_MARK)
     parts[1::2] = map(naming, parts[1::2])
     return "".join(parts)
@@ -32,7 +32,7 @@ class LlmschedError(Exception):
         self.message = message
 
     def text(self, naming: Callable[[str], str] = str) -> str:
-        """Return the message; `naming` converts a setting's name to the name that the reader knows, such as a flag."""
+        """Return the message. `naming` converts a setting's name to the name that the reader knows, such as a flag."""
         return spell(self.message, naming)
 
     def __str__(self) -> str:

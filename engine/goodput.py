@@ -15,9 +15,9 @@ from llmsched.engine.percentiles import statistic
 class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
-    The target `itl` applies to one statistic of the request's ITL samples, `itl_statistic`: "mean", "max" or a
-    percentile such as "p99". `reader_speed`, in tokens per second, sets how fast `reading_waits` assumes that a user
-    reads. Raises LlmschedError for an unknown statistic or a speed that is not above 0 and finite.
+    The target `itl` applies to `itl_statistic` of the request's ITL samples: "mean", "max" or a percentile such as
+    "p99". `reader_speed` is the speed, in tokens per second, of the reader in `reading_waits`. Raises LlmschedError for
+    an unknown statistic or a speed that is not above 0 and finite.
     """
 
     ttft: float | None = None
@@ -38,10 +38,7 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Map the name of each target that is not None to True if the request met the target, else to False.
-
-        If a latency is undefined, such as TPOT for a single token, the request meets its target.
-        """
+        """Return for each target whether the request met it. An undefined latency meets any target."""
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
         return {name: (figure := figures[name]) is None or figure <= limit for name, limit in self.given().items()}
@@ -51,10 +48,9 @@ class Slo:
 class Goodput:
     """Goodput and SLO attainment of a run.
 
-    `requests_per_s` is the goodput: requests per second that finished and met every target. `attainment` has for each
-    target the share of requests that met the target, and under "all" the share that met every target. A failed request
-    meets no target. `missed` counts, for each target, the finished requests that missed the target. `missed_alone`
-    counts the finished requests that missed the target and met all others.
+    `requests_per_s` counts requests that finished and met every target. `attainment` has the share of requests that met
+    each target, and under "all" the share that met every target. `missed` counts, for each target, the finished
+    requests that missed the target. `missed_alone` counts those of them that met all other targets.
     """
 
     requests_per_s: float
@@ -64,10 +60,10 @@ class Goodput:
 
 
 def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:
-    """Return the goodput of a run that took `duration` seconds, or None if it is undefined.
+    """Return the goodput of a run that took `duration` seconds.
 
-    `requests` are the finished requests. The `failed` requests count as requests that missed every target. Goodput is
-    undefined if `slo` has no targets, if there are no requests, or if a request met every target and `duration` is 0.
+    `requests` are the finished requests. The `failed` requests count as requests that missed every target. Returns None
+    if `slo` has no targets, if there are no requests, or if a request met every target and `duration` is 0.
     """
     total = len(requests) + failed
     if not slo.given() or not total:

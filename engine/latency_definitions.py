@@ -82,7 +82,7 @@ def request_latency(start: float, arrivals: Sequence[Arrival]) -> RequestLatency
 
 
 class Stall(NamedTuple):
-    """Gap of `seconds` between two arrivals, which began at the time `at` when `tokens_before` tokens had arrived."""
+    """Gap of `seconds` between two arrivals. It began at the time `at`, after `tokens_before` tokens had arrived."""
 
     seconds: float
     at: float
@@ -108,7 +108,7 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
     """Return the seconds that a reader at a speed of `tokens_per_s` waited for each late token.
 
-    A token is late if it arrives after the reader has read the previous token. After a wait, reading goes on from the
+    A token is late if it arrives after the reader has read the previous token. After a wait, reading continues with the
     late token, so one stall makes only one token late.
     """
     waits: list[float] = []
@@ -127,8 +127,7 @@ def steady_rate(arrivals: Sequence[Arrival], end: float | None = None) -> float 
     """Return the tokens per second between the first and the last arrival, or None if no time passed.
 
     The tokens of the first arrival are not counted: for n single tokens the rate is (n - 1) / (last - first). `end`, a
-    time after the last arrival, extends the interval. For a rate of requests, pass an Arrival of one "token" for each
-    request.
+    time after the last arrival, extends the interval.
     """
     if not arrivals:
         return None

@@ -11,7 +11,7 @@ _BEGINNING = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise ModelError if `path` is a Git LFS pointer. Do nothing if `path` is another file or does not exist."""
+    """Raise ModelError if the file at `path` is a Git LFS pointer."""
     beginning = b""
     with suppress(OSError), path.open("rb") as file:
         beginning = file.read(len(_BEGINNING))

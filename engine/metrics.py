@@ -125,7 +125,6 @@ class EngineMetrics:
         self._gauges[gauge].set(value)
 
     def finished(self, reason: FinishReason) -> None:
-        """Count a finished sequence."""
         self._finished[reason].inc()
 
     def prefix_miss(self, kind: MissKind, count: int) -> None:

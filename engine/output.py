@@ -32,8 +32,8 @@ class OutputStream:
     def take(self, update: Update) -> RequestOutput | None:
         """Return the output that `update`, the result of one step, adds to the sequence; None if there is no output.
 
-        If a stop string ends the sequence, the output has a `finish_reason`, but the scheduler still runs the request,
-        so the caller must finish it there.
+        If a stop string ends the sequence, the output has a `finish_reason`, and the caller must finish the request in
+        the scheduler.
         """
         request, result = self.request, update.result
         # After a preemption the prompt is computed, and reported, again: keep only the new entries.
@@ -75,10 +75,7 @@ class OutputStream:
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Record the token counts and latencies of a sequence that ended at the time `now`.
-
-        The tokens of the prompt are recorded only for choice 0, so once for each API request.
-        """
+        """Record the token counts and latencies of a sequence that ended at the time `now`."""
         request, last = self.request, self._last_token_time
         metrics.finished(reason)
         if self.index == 0:
@@ -119,10 +116,7 @@ class OutputStream:
         return output
 
     def _add_text(self, output: RequestOutput, piece: str) -> None:
-        """Add text to an output. If this completes a stop string, set the output's finish reason to STOP.
-
-        The first min_tokens tokens are not searched for stop strings.
-        """
+        """Add text to an output. If this completes a stop string, set the output's finish reason to STOP."""
         if self.request.num_output_tokens <= self.request.sampling.min_tokens:
             output.text += piece
             return

@@ -11,8 +11,7 @@ Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]
 
 
-def silent(stage: str, done: int, total: int) -> None:
-    """Ignore a progress report."""
+def silent(stage: str, done: int, total: int) -> None: ...
 
 
 def tracked(items: Sequence[Item], stage: str, progress: Progress) -> Iterator[Item]:

@@ -19,7 +19,7 @@ CHECK_EVERY = WINDOW // 2
 
 
 class Example(NamedTuple):
-    """Text of a prompt around the position at which prompts differ: the text `before` and `after` the position."""
+    """Text of a prompt before and after the position at which prompts differ."""
 
     before: str
     after: str
@@ -29,8 +29,8 @@ class Example(NamedTuple):
 class PromptChange:
     """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
 
-    `examples` has text of two of these prompts, or None if `PromptChanges.quote_prompts` is off. `private` is True if
-    one of the two has a cache_salt; then only the operator may see the examples.
+    `examples` has text of two of these prompts; None if `PromptChanges.quote_prompts` is off. `private` is True if one
+    of these two prompts has a cache_salt; then only the operator may see the examples.
     """
 
     position: int
@@ -52,10 +52,10 @@ class PromptChange:
 
 
 class PromptChanges:
-    """Periodic check of recent prompts for an early token at which they differ; a finding is a PromptChange.
+    """Periodic check of recent prompts for an early token at which they differ.
 
-    A PromptChange is logged, unless its position is less than SPREAD tokens from the position that was logged last. If
-    `quote_prompts` is set, the PromptChange and the log contain text of prompts.
+    A finding is logged, unless its position is less than SPREAD tokens from the position that was logged last. If
+    `quote_prompts` is set, the finding and the log contain text of prompts.
     """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
@@ -72,7 +72,7 @@ class PromptChanges:
             self.check()
 
     def check(self) -> PromptChange | None:
-        """Check the latest prompts now. Return the PromptChange that was found, or None."""
+        """Check the latest prompts now. Return the finding, or None if there is none."""
         self._next_check = self._watch.num_seen + CHECK_EVERY
         found = self._watch.report()
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)

@@ -13,8 +13,8 @@ class Provenance:
 
     `measured` is False for a simulation, which the other fields describe. `calibration_error` is the median relative
     error of step times that `llmsched calibrate` fitted at the time `calibrated`. `published_error` is the median
-    relative error of a roofline model's TPOT against published measurements. Both errors may be None (unknown).
-    `refused_by_serve` is the reason why `serve` would refuse the model, or None if `serve` supports the model.
+    relative error of a roofline model's TPOT against published measurements. `refused_by_serve` is the reason why
+    `serve` would refuse the model; None if `serve` supports it.
     """
 
     where: str
@@ -30,7 +30,6 @@ class Provenance:
         return "MEASURED" if self.measured else "SIMULATED"
 
     def as_json(self) -> dict[str, Any]:
-        """Return, by name, the fields that every JSON report contains."""
         names = ("measured", "calibration_error", "published_error", "refused_by_serve", "where")
         return {name: getattr(self, name) for name in names}
 

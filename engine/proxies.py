@@ -1,4 +1,4 @@
-"""Proxies that environment variables name (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY)."""
+"""Proxies in environment variables (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY, NO_PROXY)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ def proxy_variable(url: str) -> str | None:
 
 
 def _proxy_name(url: str) -> str | None:
-    """Return the short name of the environment variable with the proxy for `url`: "https" for HTTPS_PROXY.
-
-    Returns None if there is no such variable, or if NO_PROXY lists the host of `url`.
-    """
+    """Return "https" if HTTPS_PROXY holds the proxy for `url`, and so on; None if a request goes directly."""
     target, proxies = urlsplit(url), getproxies()
     host = target.hostname or ""
     if proxy_bypass(host) or proxy_bypass(target.netloc) or _in_networks(host, proxies.get("no", "")):
@@ -55,7 +52,7 @@ def _variable(name: str) -> str:
 
 
 def check_proxies() -> None:
-    """Raise LlmschedError if the environment names a proxy with a malformed URL."""
+    """Raise LlmschedError if the URL of a proxy in the environment is malformed."""
     proxies = getproxies()
     for name in ("https", "http", "all"):
         if proxies.get(name):
@@ -63,10 +60,9 @@ def check_proxies() -> None:
 
 
 def _checked(name: str, value: str) -> str:
-    """Return the proxy URL `value`, with the scheme http if `value` has no scheme (as in curl).
+    """Return the proxy URL `value`, with the scheme http if it has none (as in curl).
 
-    Raises LlmschedError if the URL is malformed or its scheme is not in _SCHEMES. The message names the environment
-    variable; `name` is its short name, such as "https" for HTTPS_PROXY.
+    Raises LlmschedError if the URL is malformed. `name` is "https" for HTTPS_PROXY, and so on.
     """
     proxy = value if "://" in value else f"http://{value}"
     try:

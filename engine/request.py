@@ -27,7 +27,7 @@ class SamplingParams:
     With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 or -1 turns
     top_k off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens.
     `prompt_logprobs` k does the same for the prompt. With `max_tokens` 0, only the prompt is computed. Raises
-    RequestError for a value out of range; the message has the field and the allowed range.
+    RequestError for a value out of range.
     """
 
     n: int = 1
@@ -116,13 +116,12 @@ class FinishReason(StrEnum):
 class Sequence:
     """Tokens and sampling parameters of one choice of a request: the part of a Request that executors see.
 
-    `token_ids` is the prompt followed by the output; a preemption does not shorten the output. The sequence ends with
-    the first output token that is in `stop_ids`: a stop token id or, without ignore_eos, an end-of-sequence id. The
-    sampler does not choose such a token until min_tokens tokens have been generated. `seed` combines the request's seed
-    and the index of the choice.
+    `token_ids` is the prompt followed by the output. The first output token in `stop_ids` ends the sequence. `seed`
+    combines the request's seed and the index of the choice.
 
-    `num_pending_tokens`, 0 or 1, is the number of tokens at the end of the sequence that a launched step samples and
-    whose ids are not known yet. They count in `num_tokens` and `num_output_tokens`, but are not in `token_ids`.
+    `num_pending_tokens`, 0 or 1, is the number of tokens at the end of the sequence whose ids are not known yet,
+    because a launched step samples them. They count in `num_tokens` and `num_output_tokens`, but are not in
+    `token_ids`.
     """
 
     request_id: str
@@ -146,12 +145,11 @@ class Sequence:
 class Request(Sequence):
     """Sequence with its scheduling state. An API request with n > 1 becomes n Requests.
 
-    Invariant: num_computed_tokens <= len(token_ids), and `block_table` holds the KV of the first num_computed_tokens
-    tokens, as soon as the launched steps are computed. The step that computes the last token of the sequence samples a
-    new token. Times are in seconds of the engine's clock. `rank` orders the queue (lowest first). `num_passed` counts
-    the requests that were admitted while this request was first in the queue. `num_lost_tokens` is num_computed_tokens
-    at the last preemption. While the request waits, `encoded` has its token ids as bytes for prefix lookups, and
-    `swapped` has its KV if the KV was copied to host memory.
+    `block_table` holds the KV of the first num_computed_tokens tokens, as soon as the launched steps are computed. The
+    step that computes the last token of the sequence samples a new token. Times are in seconds of the engine's clock.
+    `rank` orders the queue (lowest first). `num_passed` counts the requests that were admitted while this request was
+    first in the queue. `num_lost_tokens` is num_computed_tokens at the last preemption. While the request waits,
+    `encoded` has its token ids as bytes, and `swapped` has its KV if the KV is in host memory.
     """
 
     arrival_time: float = 0.0
@@ -173,7 +171,6 @@ class Request(Sequence):
 
     @property
     def table(self) -> BlockTable:
-        """Block table of an admitted request."""
         assert self.block_table is not None, f"request {self.request_id} has no blocks"
         return self.block_table
 
@@ -194,10 +191,9 @@ class TokenLogprob:
 class RequestOutput:
     """New output of one sequence since its previous RequestOutput.
 
-    `text` is the new text. `pieces` has the text of each new token, "" while a character is incomplete. Joined over all
-    outputs of a sequence, `pieces` and `text` are equal, unless a stop string cut `text`. If the request asked for
-    prompt_logprobs, they are in the first output, one per prompt token (None for the first token). In other outputs
-    `prompt_logprobs` is None.
+    `text` is the new text. `pieces` has the text of each new token, "" while a character is incomplete. The `pieces` of
+    all outputs, joined, equal the joined `text`, unless a stop string cut `text`. `prompt_logprobs` are in the first
+    output only, one per prompt token (None for the first token).
     """
 
     request_id: str

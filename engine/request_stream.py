@@ -13,14 +13,12 @@ from llmsched.engine.request import RequestOutput
 class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["RequestStream"]):
     """Asynchronous iterator over the outputs of one request until all choices have ended.
 
-    It raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request
-    after `AsyncEngine.submit` returned. Leaving the stream's `async with` block early aborts the request. For use on
-    the event loop only.
+    It raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request.
+    Leaving the stream's `async with` block early aborts the request. For use on the event loop only.
 
     If an output arrives while the previous output of the same choice is unread, the two are merged. The event `ready`
-    is set when there is something to `take`; a reader may give several streams one event. If `wakes_at_end` is True,
-    `ready` is set only when a choice or the stream has ended. A reader may set the function `pass_on`, which is called
-    with each output first. If it returns True, the output counts as read.
+    is set when there is something to `take`. If `wakes_at_end` is True, `ready` is set only when a choice or the stream
+    has ended. The function `pass_on` is called with each output first; if it returns True, the output counts as read.
     """
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
@@ -35,7 +33,7 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
         self.pass_on: Callable[[RequestOutput], bool] | None = None
 
     def deliver(self, output: RequestOutput) -> None:
-        """Add an output without blocking. Merge it into the unread output of the same choice, if there is one."""
+        """Add an output without blocking."""
         try:
             if self.pass_on is not None and self.pass_on(output):
                 return
@@ -68,7 +66,6 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
         return self._unfinished == 0 or self.error is not None
 
     def abort(self) -> None:
-        """End the request unless it has ended."""
         if not self.finished:
             self._abort(self.request_id)
 
@@ -96,19 +93,16 @@ class OpenStreams(dict[str, RequestStream]):
         self.idle.set()
 
     def add(self, stream: RequestStream) -> None:
-        """Add a new stream."""
         self[stream.request_id] = stream
         self.idle.clear()
 
     def deliver(self, outputs: list[RequestOutput]) -> None:
-        """Give each output to the stream of its request, if the stream is still open."""
         for output in outputs:
             if (stream := self.get(output.request_id)) is not None:
                 stream.deliver(output)
                 self._close_if_finished(stream)
 
     def fail(self, request_id: str, error: LlmschedError) -> None:
-        """End the stream of a request with an error, if it is still open."""
         if (stream := self.get(request_id)) is not None:
             stream.fail(error)
             self._close_if_finished(stream)

@@ -31,14 +31,13 @@ MAX_BAD_ROWS = 8
 class AsyncEngine:
     """Wrapper that runs an Engine, `core`, in a thread.
 
-    The event loop never waits for a step, and the engine never waits for a stream's reader. `start` binds the
-    AsyncEngine to the running event loop. Use the streams, and all methods except `stats`, on that loop only. Code on
-    the loop may read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses `call` for the rest.
+    `start` binds the AsyncEngine to the running event loop. Use the streams, and all methods except `stats`, on that
+    loop only. Code on the loop may read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses
+    `call` for the rest.
 
-    If the action of a `call` raises an exception, that call fails, and the engine continues if `Engine.check_integrity`
-    finds no fault. An exception in a step, or SystemExit or KeyboardInterrupt anywhere in the thread, ends the engine:
-    `error` has the reason, and all open streams and calls fail with EngineDeadError. The engine counts as hung if it
-    has work but has not finished a step for more than `step_timeout_s` seconds (0: no limit).
+    An exception in a step ends the engine: `error` has the reason, and all open streams and calls fail with
+    EngineDeadError. The engine counts as hung if it has work but has not finished a step for more than `step_timeout_s`
+    seconds (0: no limit).
     """
 
     def __init__(self, core: Engine, *, step_timeout_s: float = 0.0) -> None:
@@ -66,12 +65,7 @@ class AsyncEngine:
         return self.error is None and self._thread.is_alive()
 
     def diagnose(self) -> str | None:
-        """Return why requests cannot be served, or None if they can. Log when a problem begins and when it ends.
-
-        There is a problem if the engine's thread does not run, if the engine hangs, or if the last MAX_BAD_ROWS rows of
-        logits from which a token was to be sampled were NaN or all -inf. The first of these problems is not logged
-        here, because the thread logs why it ends.
-        """
+        """Return why requests cannot be served, or None if they can. Log when a problem begins and when it ends."""
         problem = _problem_of(self)
         if problem and self.healthy and not self._has_problem:
             logger.error("%s", problem)
@@ -82,7 +76,6 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Number of submitted requests that have not ended."""
         return len(self._streams)
 
     def stats(self) -> EngineStats:
@@ -221,10 +214,9 @@ class AsyncEngine:
             logger.exception("the engine has failed")
 
     def _attempt(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
-        """Run an action that the event loop sent. If the action raises an exception, let the loop run `fail`.
+        """Run `action`. If it raises an exception, let the event loop call `fail` with the error.
 
-        `fail` gets an LlmschedError unchanged, and an InternalError for any other exception. If `check_integrity` then
-        finds that this exception has left the engine inconsistent, raises RuntimeError, which ends the engine.
+        Raises RuntimeError, which ends the engine, if `check_integrity` then finds a fault.
         """
         try:
             action()
@@ -241,10 +233,7 @@ class AsyncEngine:
                 ) from error
 
     def _take_inbox(self) -> None:
-        """Run the actions that the event loop has sent. If the engine then has no work, wait for the next action.
-
-        After IDLE_CHECK_SECONDS of waiting, check the engine's integrity once.
-        """
+        """Run the actions that the event loop has sent. If the engine then has no work, wait for the next action."""
         while self._run_next(0.0):
             pass
         self.core.observe(self._refresh)
@@ -293,7 +282,6 @@ class AsyncEngine:
 
 
 def _problem_of(engine: AsyncEngine) -> str | None:
-    """Return why requests cannot be served, or None; see `AsyncEngine.diagnose`."""
     if not engine.healthy:
         return f"the engine has failed: {engine.error}" if engine.error else "the engine's thread does not run"
     since, limit = engine.due_since, engine.step_timeout_s

@@ -1,7 +1,4 @@
-"""Simulated engine, which has a virtual clock and a StepCost instead of a language model and a device.
-
-Scheduling and the management of KV memory use the same code as in `Engine`. Every output has max_tokens tokens.
-"""
+"""Simulated engine: the scheduler and KV management of `Engine`, with a virtual clock in place of a device."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from llmsched.engine.step_loop import StepLoop
 
 
 class SimulatedEngine(StepLoop):
-    """Scheduler and KV memory of an engine on a virtual clock that starts at 0.
+    """Scheduler and KV memory of an engine on a virtual clock that starts at 0. Every output has max_tokens tokens.
 
     `cost` predicts the seconds of a step. `per_swapped_block` is the time in seconds to copy one KV block to or from
     host memory.
@@ -63,5 +60,5 @@ class SimulatedEngine(StepLoop):
         self.clock.now = max(self.clock.now, time)
 
     def step(self) -> list[Update]:
-        """Simulate one step, advance the clock by its duration and return the update of each request in the step."""
+        """Simulate one step, advance the clock by its duration, and return the update of each request in the step."""
         return self.run_step()[1]

@@ -34,9 +34,8 @@ class EngineStats(SchedulerCounters):
     """State of the engine after a step. Counters are totals since the start.
 
     `headroom` is the share of blocks that admission keeps free, and `max_running` is the concurrency limit;
-    `num_headroom_changes` counts how often one of these two changed. `prefix_misses` counts requests by the reason why
-    their prefix hit ended. `num_swapped_out` counts how often the KV of a preempted request was copied to host memory,
-    and `num_swapped_in` how often it was copied back.
+    `num_headroom_changes` counts changes of either. `prefix_misses` counts requests by the reason why their prefix hit
+    ended. `num_swapped_out` and `num_swapped_in` count copies of a preempted request's KV to and from host memory.
     """
 
     num_running: int
@@ -61,8 +60,7 @@ class EngineStats(SchedulerCounters):
 class StatsRecorder:
     """Recorder of an engine's totals and state, as metrics and as EngineStats.
 
-    The engine increases `prompt_tokens`, `generation_tokens`, `steps` and `finished`. The other figures come from the
-    scheduler, and the number of compiled kernels from the backends.
+    The engine increases `prompt_tokens`, `generation_tokens`, `steps` and `finished`.
     """
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, clock: Callable[[], float]) -> None:
@@ -107,7 +105,6 @@ class StatsRecorder:
             self._num_compiled = compiled
 
     def stats(self) -> EngineStats:
-        """Return the current state."""
         scheduler = self._scheduler
         pool, swap = scheduler.kv.pool, scheduler.kv.swap
         return EngineStats(

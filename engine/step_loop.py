@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class _LaunchedStep(NamedTuple):
-    """Step that was launched: its plan, and what `Executor.launch` returned or raised."""
+    """Step that was launched. `pending` or `error` is what `Executor.launch` returned or raised."""
 
     plan: StepPlan
     pending: Pending = None
@@ -28,12 +28,9 @@ class _LaunchedStep(NamedTuple):
 class StepLoop:
     """Base of Engine and SimulatedEngine: a scheduler that plans steps and an executor that computes them.
 
-    `kv` manages the blocks of `executor`, so both must have the same numbers of blocks and the same layout.
-
-    With async_scheduling and an executor that looks ahead, the loop keeps one step in flight: it launches the next step
-    before it waits for the results of the present one. So the device computes while the engine applies and sends these
-    results. If the next plan depends on the results (see `Scheduler.schedule`), nothing is launched before they are
-    known. Between two calls of `run_step`, the scheduler does not count the tokens of the step in flight as computed.
+    With async_scheduling and an executor that looks ahead, the loop launches the next step before it waits for the
+    results of the present one. So the device computes while the engine applies and sends these results. If the next
+    plan depends on the results, nothing is launched before they are known.
     """
 
     #: Most attempts at a step that runs out of memory. Each has at most half of the tokens of the one before it.
@@ -101,14 +98,10 @@ class StepLoop:
         return 1.0
 
     def run_step(self) -> tuple[StepPlan, list[Update]]:
-        """Compute a step and update the scheduler; return the plan and the update of each request.
+        """Compute a step and update the scheduler. Return the plan and the update of each request.
 
-        With an executor that looks ahead, the previous call has usually launched this step, and this call launches the
-        next step before it waits for results.
-
-        If a step runs out of memory, on the device or the host, a smaller step is planned (see `Scheduler.abandon`), or
-        none if all its requests have ended: then the returned plan is empty. If `max_attempts` steps in a row run out
-        of memory, the last error is raised. Other errors are raised at once.
+        If a step runs out of memory, on the device or the host, a smaller step is planned. The plan is empty if all
+        requests of the step have ended. If `max_attempts` steps in a row run out of memory, the last error is raised.
         """
         attempts = 0
         while True:
@@ -138,11 +131,9 @@ class StepLoop:
         return looks_ahead and step.error is None and self.scheduler.idle_until() is None
 
     def _launch(self) -> _LaunchedStep | None:
-        """Launch the next step; return None if there is nothing to compute now.
-
-        An error of the launch is raised when the step is collected, so that the results of the previous step are not
-        lost.
-        """
+        """Launch the next step; return None if there is nothing to compute now."""
+        # An error of the launch is raised when the step is collected, so that the results of the previous step are not
+        # lost.
         plan = self.scheduler.schedule()
         if not plan.rows:
             return None

@@ -67,7 +67,6 @@ def calibration_dir() -> Path:
 
 
 def calibration_name(model: str, device: str, dtype: str, kv_dtype: str) -> str:
-    """Return the name of the calibration for a model, a device, a dtype and a dtype of the KV cache."""
     kinds = dtype if kv_dtype == dtype else f"{dtype}-{kv_dtype}"
     return re.sub(r"[^A-Za-z0-9._]+", "-", f"{Path(model).name}-{device}-{kinds}").strip("-.")
 
@@ -87,7 +86,7 @@ def load_calibration(name: str) -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Write a calibration under its own name and return the path. An older calibration of this name is replaced.
+    """Write a calibration under its own name, replacing an older file, and return the path.
 
     Raises ProfileError if the file cannot be written.
     """

@@ -43,13 +43,12 @@ class EngineSpec:
     shares: Mapping[str, Efficiency]
 
     def on(self, gpu: GpuSpec) -> Efficiency:
-        """Return the shares for this GPU if there are any, else the shares for its architecture, else the default."""
+        """Return the shares for this GPU if there are any, else for its architecture, else the default."""
         return self.shares.get(gpu.key) or self.shares.get(gpu.architecture) or self.shares["default"]
 
 
 @cache
 def engines() -> dict[str, EngineSpec]:
-    """Return the EngineSpecs of all kinds of engines in engines.toml, by key."""
     table = shipped_table("engines.toml")
     default = table["default"]
     return {key: engine_spec(key, entry, None if key == "default" else default) for key, entry in table.items()}
@@ -61,12 +60,10 @@ def find_engine(name: str) -> EngineSpec:
 
 
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
-    """Build the EngineSpec of a table in engines.toml. Values that `entry` leaves out come from `default`.
-
-    For each share, the most specific value applies: the value for the GPU, else the value for its architecture, else
-    the value under "default". At each of these levels, a value in `entry` comes before a value in `default`. `error`
-    never comes from `default`.
-    """
+    """Build the EngineSpec of a table in engines.toml. Values that `entry` leaves out come from `default`."""
+    # For each share, the most specific value applies: the value for the GPU, else for its architecture, else under
+    # "default". At each of these levels, a value in `entry` comes before a value in `default`. `error` never comes from
+    # `default`.
     own, common = entry["on"], {} if default is None else default["on"]
     filled = {**(default or {}), **entry}
     shares = {}

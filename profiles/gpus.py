@@ -35,7 +35,6 @@ class GpuSpec:
 
 @cache
 def gpus() -> dict[str, GpuSpec]:
-    """Return all GPUs in gpus.toml by key."""
     found = {}
     for key, entry in shipped_table("gpus.toml").items():
         bf16 = float(entry["bf16_tflops"]) * 1e12
@@ -73,16 +72,13 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Return True if two device names are equal, or if they are `name` and `driver_name` of one GPU."""
+    """Return True if two device names are equal or belong to one GPU."""
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
 
 
 @cache
 def _spellings() -> dict[str, set[str]]:
-    """Return the words that may describe each GPU: all words of its names, and its memory as vendors round it ("24gb").
-
-    The keys are the same as in gpus.toml.
-    """
+    """Return, for each key in gpus.toml, the words of the GPU's names and its memory as vendors round it ("24gb")."""
     return {
         spec.key: _words(f"{spec.key} {spec.name} {spec.driver_name} {-(-spec.memory // 2**33) * 8}gb")
         for spec in gpus().values()

@@ -13,10 +13,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """Workload that is shipped with llmsched: a trace in `file`, or a synthetic load that `settings` describes.
-
-    `settings` maps names of flags to values.
-    """
+    """Workload that is shipped with llmsched: a trace in `file`, or a synthetic load with `settings` of flags."""
 
     name: str
     about: str
@@ -26,7 +23,6 @@ class ShippedWorkload:
 
 @cache
 def workloads() -> Mapping[str, ShippedWorkload]:
-    """Return all workloads in workloads.toml by name."""
     folder, found = Path(__file__).parent / "workloads", {}
     for name, entry in shipped_table("workloads/workloads.toml").items():
         about, file = entry.pop("about"), entry.pop("file", None)

@@ -125,7 +125,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise ProfileError if something other than a regular file is at `path`, because writing would replace it."""
+    """Raise ProfileError if something other than a regular file is at `path`."""
     try:
         if path.exists() and not path.is_file():
             raise ProfileError(f"profile {path} cannot be written: it is not a regular file")

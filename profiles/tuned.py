@@ -54,7 +54,7 @@ class TunedProfile:
 
     Only `engine` is applied; it maps field names of EngineConfig to values. The other tables inform users and cause
     warnings. `slo` is in milliseconds (ttft_ms, itl_ms, ...). `memory` has ratios of actual to predicted bytes
-    (weights_ratio, ...). `created` is in UTC. Unknown values are left out; they are never None.
+    (weights_ratio, ...). `created` is in UTC.
     """
 
     engine: Mapping[str, Scalar]
@@ -102,10 +102,8 @@ def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
 
 
 def device_changes(before: Mapping[str, Scalar], now: Mapping[str, Scalar]) -> list[tuple[str, Scalar, Scalar]]:
-    """Compare two [device] tables. For each difference, return the property's name in words and both values.
-
-    A property that one of the tables lacks counts as equal. The number of cores matters only for a CPU.
-    """
+    """Compare two [device] tables. For each difference, return the property's name in words and both values."""
+    # A property that one of the tables lacks counts as equal. The number of cores matters only for a CPU.
     words = {"name": "device", **({"cores": "number of cores"} if now.get("kind") == "cpu" else {})}
     both = [(text, before[key], now[key]) for key, text in words.items() if key in before and key in now]
     return [(text, was, is_now) for text, was, is_now in both if not same_gpu(str(was), str(is_now))]

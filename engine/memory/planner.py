@@ -274,7 +274,7 @@ def open_planner(
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None, str]:
-    """Return the content of config.json, the directory of the weight files (None: unknown), and where `spec` was found."""
+    """Return the content and the origin of config.json, and the directory of the weight files (None: unknown)."""
     path = Path(os.path.expanduser(spec))
     if path.is_dir() or path.name == "config.json":
         directory = path if path.is_dir() else path.parent

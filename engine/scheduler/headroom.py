@@ -45,7 +45,7 @@ class HeadroomControl:
         return min(self._cap, self.step_limit)
 
     def admitted(self) -> bool:
-        """Count an admission. Return True if this changed the headroom or the cap."""
+        """Count an admission. Return True if the headroom or the cap changed."""
         self._preemptions.append(0)
         self._since_change += 1
         if self._since_change < WINDOW // 2:
@@ -58,7 +58,7 @@ class HeadroomControl:
         return self._set(headroom if headroom > self._least + NEGLIGIBLE else self._least, cap)
 
     def preempted(self, num_running: int) -> bool:
-        """Count a preemption that left `num_running` running requests. Return True if this changed the headroom or the cap."""
+        """Count a preemption; `num_running` requests still run. Return True if the headroom or the cap changed."""
         self._preemptions[-1] += 1
         if sum(self._preemptions) <= THRASH_RATE * WINDOW or self._since_change < WINDOW // 8:
             return False
