@@ -1,5 +1,3 @@
-"""Use of a tuned profile: its settings, warnings about mismatches, and its ratios of actual to predicted memory."""
-
 from __future__ import annotations
 
 import os
@@ -23,10 +21,10 @@ from llmsched.profiles.tuned import TunedProfile, device_changes, load_profile, 
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """Return the options, with the profile's settings in place of flags that were not given.
+    """Return the options, with the profile's settings for flags that were not given. Raises ConfigError for a bad
+    profile.
 
-    A flag that was set to "auto" takes no setting from the profile. If `name_or_path` is None, return the options
-    unchanged. Raises ConfigError for a bad profile.
+    A flag that was set to "auto" takes no setting from the profile.
     """
     if name_or_path is None:
         return options
@@ -56,9 +54,8 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
 def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
     """Return warnings if the profile was tuned for another model or device, or in a simulation.
 
-    `config` has the model and device to be used. `simulate` is the value of `--simulate`, or None for a real engine.
-    With `simulate`, a simulated profile causes no warning. A property that the profile lacks counts as equal. Raises
-    ConfigError or ModelError if the profile or the model cannot be read.
+    `config` has the model and device to be used. With `simulate`, the value of `--simulate`, a simulated profile causes
+    no warning. Raises ConfigError or ModelError if the profile or the model cannot be read.
     """
     profile = _load(name_or_path)
     found = [
@@ -93,16 +90,13 @@ def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> l
 
 
 def device_table(device: str) -> dict[str, Scalar]:
-    """Return a profile's table [device] for this machine. `device` is "cpu", "cuda" or "auto".
-
-    Raises ConfigError for "cuda" if there is no such GPU.
-    """
+    """Return a profile's table [device] for this machine. Raises ConfigError for "cuda" if there is no such GPU."""
     memory = device_memory(device)
     return {"kind": memory.kind, "name": memory.name, "cores": os.cpu_count() or 0}
 
 
 def versions_table() -> dict[str, Scalar]:
-    """Return the profile's table [versions]: the versions of Python and of the packages that affect the figures."""
+    """Return a profile's table [versions]."""
     packages = ("llmsched", "torch", "transformers")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 

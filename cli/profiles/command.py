@@ -1,5 +1,3 @@
-"""`llmsched profiles`: list, show and compare the profiles of `tune` and the calibrations of `calibrate`."""
-
 from __future__ import annotations
 
 from typing import Annotated

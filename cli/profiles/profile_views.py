@@ -1,5 +1,3 @@
-"""Views of profiles and calibrations, as JSON and as tables: a list, one file in full, and the differences of two."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +19,9 @@ _FIGURES = ("goodput_rps", "output_tokens_per_s", "p99_itl_ms", "p99_ttft_ms", "
 
 
 def list_entries() -> list[dict[str, Any]]:
-    """Return a JSON object for each tuned profile, then one for each calibration. Each group is sorted by name.
+    """Return a JSON object for each tuned profile, then one for each calibration, sorted by name.
 
-    `summary` is a text: the settings of a tuned profile, or the error of a calibrated cost model. If a file cannot be
-    read, `problem` says why, and the values from the file are None.
+    If a file cannot be read, `problem` says why, and the values from the file are None.
     """
     profiles = [_entry(name, "tuned", load_profile) for name in list_profiles()]
     return profiles + [_entry(name, "calibrated", load_calibration) for name in list_calibrations()]
@@ -58,7 +55,6 @@ def _iso(created: datetime) -> str | None:
 
 
 def show_entries(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Print the entries as a table, and a warning for each file that cannot be read."""
     if not entries:
         render.say(f"no profiles in {profile_dir()}; create them with `llmsched tune` or `llmsched calibrate`")
         return
@@ -95,7 +91,6 @@ def load_content(name: str) -> dict[str, Any]:
 
 
 def show_content(name: str, content: Mapping[str, Any]) -> None:
-    """Print the content of a profile or calibration: its tables, then its trials or steps."""
     origin = _origin(content.get("measured", True))
     render.say(", ".join((f"{name}: {content['kind']}", origin, *filter(None, (content["created"],)))))
     if content.get("reason"):
@@ -134,7 +129,6 @@ def compare_profiles(first: str, second: str) -> dict[str, Any]:
 
 
 def show_differences(first: str, second: str, found: Mapping[str, Any]) -> None:
-    """Print the differences of two profiles as a table."""
     rows = [
         [table, key, *(_text("-" if value is None else value) for value in values)]
         for table, differing in found.items()
@@ -154,7 +148,6 @@ def _differences(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> dict
 
 
 def _result(profile: TunedProfile) -> dict[str, Scalar]:
-    """Return the figures of the trial that ran with the profile's settings; empty if there is no such trial."""
     for trial in profile.trials:
         knobs = [key for key in trial if key in profile.engine]
         if knobs and trial.get("feasible") and all(trial[key] == profile.engine[key] for key in knobs):

@@ -1,4 +1,4 @@
-"""Reader of streamed answers from any OpenAI-compatible server. It fills in the record of a request.
+"""Reader of streamed answers from any OpenAI-compatible server.
 
 Servers end a stream with [DONE] or only with a finish reason. They report an error as an event of type "error", as a
 JSON object with an error, or as a line `error: ...` in place of `data: ...` (llama.cpp).
@@ -70,7 +70,6 @@ async def read_answer(response: httpx.Response, record: RequestRecord, now: Call
 
 
 def _refusal(response: httpx.Response) -> str:
-    """Return why a server refused a request: its message, headers Location and Retry-After, and a flag to try."""
     said, headers = shorten(response.text), response.headers
     more = [f"{name}: {shorten(headers[name])}" for name in ("Location", "Retry-After") if name in headers]
     if response.status_code in (400, 422):
@@ -83,10 +82,7 @@ def _refusal(response: httpx.Response) -> str:
 async def _read_stream(
     response: httpx.Response, record: RequestRecord, now: Callable[[], float], patience: asyncio.Timeout
 ) -> None:
-    """Record all events of an answer. After [DONE], let `patience` limit the wait for the end of the response.
-
-    The time of an event is when its last byte was received, if the transport reports that, else when it was parsed.
-    """
+    """Record all events of an answer. After [DONE], let `patience` limit the wait for the end of the response."""
     arrived, parser = response.extensions.get("arrived", now), EventParser()
     beginning, any_event = b"", False
     body: AsyncIterable[bytes] = response.aiter_bytes()
@@ -126,7 +122,6 @@ def _note_event(event: Event, record: RequestRecord, time: float) -> bool:
 
 
 def _note_content(content: dict[str, Any], said: str, record: RequestRecord, time: float) -> None:
-    """Record the JSON object of an event. Only an object with choices is a chunk. `said` is the object as text."""
     if content.get("error") is not None or content.get("object") == "error":
         raise RequestFailed("error event", shorten(said))
     if record.request_id is None and isinstance(name := content.get("id"), str):
@@ -168,7 +163,6 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _joined(content: Any) -> str:
-    """Return `content` if it is a text, the joined texts if it is a list of parts, else ""."""
     if isinstance(content, str):
         return content
     parts: Iterable[Any] = content if isinstance(content, list) else ()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
-    """Run an engine in a thread until the block ends, and yield it as an AsyncEngine."""
+    """Run an engine in a thread while the block runs, and yield it as an AsyncEngine."""
     from llmsched.engine.service import AsyncEngine
 
     service = AsyncEngine(engine)
@@ -42,8 +42,6 @@ async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
 
 
 class EngineTarget:
-    """Target that sends prompts of token ids to an AsyncEngine. Request ids are unique within this process."""
-
     _numbers = itertools.count()
 
     in_process = True
@@ -127,9 +125,6 @@ async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    """Wait until the engine has no request or has failed.
-
-    This may take until the end of a step, because a request that has timed out may be part of a running step.
-    """
+    """Wait until the engine has no request or has failed, which may take until the end of a step."""
     while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
         await asyncio.sleep(0.01)

@@ -1,7 +1,7 @@
-"""HTTP/1.1 client for a load generator, with little work per chunk and the exact time of each socket read.
+"""HTTP/1.1 client for a load generator, with the exact time of each socket read.
 
-httpx's own transport spends more time on a chunk than the parser of the chunk's JSON does. With that transport and a
-few hundred streams, the benchmark would measure the client instead of the server.
+httpx's own transport needs so much time per chunk that, with a few hundred streams, the benchmark would measure the
+client instead of the server.
 """
 
 from __future__ import annotations
@@ -113,11 +113,7 @@ class ResponseParser:
         return b""
 
     def check_end(self) -> None:
-        """Raise ValueError if the connection was closed before the whole body had arrived.
-
-        A body that has neither a Content-Length nor chunks is whole, because the server ends it by closing the
-        connection.
-        """
+        """Raise ValueError if the connection was closed before the whole body had arrived."""
         headers = httpx.Headers(self.headers)
         if "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower():
             raise ValueError("the connection was closed before the answer was over")
@@ -148,10 +144,10 @@ class ResponseParser:
 
 
 class Http1Transport(httpx.AsyncBaseTransport):
-    """Transport for one request at a time. It opens a connection for the first request and keeps it for the next ones.
+    """Transport for one request at a time. It keeps the connection of the first request for the next ones.
 
-    It calls the request's extension `trace` (see httpx). The response's extension `arrived` is a function that returns
-    the time at which the last piece of content was received, in seconds of the event loop's clock.
+    The response's extension `arrived` is a function that returns the time at which the last piece of content was
+    received, in seconds of the event loop's clock.
     """
 
     def __init__(self, verify: ssl.SSLContext) -> None:
@@ -215,10 +211,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
 @dataclass(slots=True)
 class _Body(httpx.AsyncByteStream):
-    """Body of an answer. `first` is the content that was received together with the head.
-
-    `arrived` is the time at which the last piece of content was received, in seconds of the event loop's clock.
-    """
+    """Body of an answer. `first` is the content that was received together with the head."""
 
     transport: Http1Transport
     connection: Connection
@@ -282,7 +275,7 @@ class TransportPool:
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[httpx.AsyncBaseTransport]:
-        """Lend a transport until the block ends. Other requests use it at the same time only if it is shared."""
+        """Lend a transport while the block runs. Other requests use it at the same time only if it is shared."""
         if self._shared is not None:
             yield self._shared
             return
@@ -298,6 +291,5 @@ class TransportPool:
             self._free.append(transport)
 
     async def close(self) -> None:
-        """Close all connections. No request may be in flight."""
         for transport in self._free:
             await transport.aclose()

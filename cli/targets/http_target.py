@@ -1,5 +1,3 @@
-"""OpenAI-compatible server as a target of a load, over HTTP."""
-
 from __future__ import annotations
 
 import asyncio
@@ -62,10 +60,9 @@ class HttpOptions:
     """Settings for the requests to a server.
 
     `url` may end in /v1 or in an endpoint below it. If `model` is None, requests name the first model that the server
-    lists. `ignore_eos` asks for answers of the exact length, and `ask_usage` for token counts. `tokenizer` names a
-    model: random prompts are drawn from its vocabulary, and its tokenizer encodes the texts of a trace.
-    `lookup_timeout` is in seconds, for requests that are not part of the load. If `timelines` is True, an llmsched
-    server is asked, after the load, what its scheduler decided about each request.
+    lists. `tokenizer` names a model: random prompts are drawn from its vocabulary, and it encodes the texts of a trace.
+    `lookup_timeout` is in seconds, for requests that are not part of the load. With `timelines`, an llmsched server is
+    asked, after the load, what its scheduler decided about each request.
     """
 
     url: str
@@ -222,7 +219,6 @@ class HttpTarget:
         return self._memory
 
     async def _look_up(self, path: str) -> httpx.Response:
-        """Send a GET request that is not part of the load. Raises TimeoutError after `lookup_timeout` seconds."""
         async with asyncio.timeout(self._options.lookup_timeout):
             return await self._lookups.get(f"{self._root}{path}")
 

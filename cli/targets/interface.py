@@ -1,5 +1,3 @@
-"""Targets of a load: the interface that every kind of target has, and a target that is ready for a load."""
-
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,8 +23,8 @@ class Target(Protocol):
     """Engine or server to which a load can be sent.
 
     If `in_process`, the target shares the client's event loop. `encode` turns the texts of a trace into token ids; if
-    it is None, texts are sent as text. `sample_interval` is in seconds; calls of `state` at this interval do not
-    disturb the target. `meter` observes each step of the engine; it is None if the target cannot report steps.
+    it is None, texts are sent as text. `sample_interval` is the time in seconds between calls of `state`. `meter`
+    observes each step of the engine, if the target can report steps.
     """
 
     name: str
@@ -48,16 +46,16 @@ class Target(Protocol):
         """Return the scheduler's decisions about each request, in seconds of the event loop's clock (None: unknown)."""
 
     def memory(self) -> MemoryParts | None:
-        """Return the sizes of the parts of the target's memory, as last reported, or None if unknown."""
+        """Return the sizes of the parts of the target's memory, or None if unknown."""
 
 
 class TargetUnreachableError(Exception):
-    """Error for a server that accepts no connection, so that no load can be sent to it."""
+    """Error for a server that accepts no connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Plan of a run: the load, the SLOs against which it is measured, and how to send it to any kind of target.
+    """Load, SLOs against which it is measured, and how to send it to any kind of target.
 
     `timeout` is in seconds per request. `warmup` is the number of warm-up requests (None: the target's usual number).
     If `timelines` is True, an llmsched server is asked, after the load, what its scheduler decided about each request.
@@ -76,8 +74,8 @@ class RunPlan:
 class OpenTarget:
     """Target that is ready and has answered `warmup` warm-up requests.
 
-    `measure` sends a load to the target and returns the Measurement of the run. A model in this process starts each
-    load with an empty prefix cache. `settings` are the settings of the engine, as far as they are known.
+    `measure` sends a load and returns its figures. A model in this process starts each load with an empty prefix cache.
+    `settings` are the known settings of the engine.
     """
 
     name: str
@@ -87,5 +85,4 @@ class OpenTarget:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def experiment(self, workload: Load, slo: Slo) -> Experiment:
-        """Return the setup of a run of `workload` on this target, for a report."""
         return Experiment(self.name, self.provenance, workload, slo, self.warmup, self.settings)

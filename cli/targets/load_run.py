@@ -1,5 +1,3 @@
-"""Runs of a load on a target, with a warm-up before them and samples of the target's state during them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -57,8 +55,7 @@ async def send_workload(
     """Send a load to a target, or only its first `first` requests, and return the record of the run.
 
     Random prompts consist of token ids from `ids`, or of words if `ids` is None. `timeout` is in seconds per request.
-    If `partial` is set and at least one request has ended, Ctrl-C ends the load, and the record has the requests that
-    have ended.
+    With `partial`, Ctrl-C ends the load, and the record has the requests that have ended.
     """
     planned, stop_after = plan_first(workload, first, ids, target.encode)
     total = 0 if stop_after else len(planned)
@@ -123,10 +120,7 @@ async def _unless_interrupted(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list, and append a result of `state` to the list every `interval` seconds, until a result is None.
-
-    When the list has more than MOST_SAMPLES results, every second one is dropped and the interval is doubled.
-    """
+    """Yield a list, and append a result of `state` to the list every `interval` seconds, until a result is None."""
     samples: list[TargetState] = []
 
     async def sample() -> None:
@@ -150,7 +144,6 @@ async def _sampled(
 
 
 async def _ask_timelines(target: Target, ended: list[RequestRecord]) -> None:
-    """Ask for the scheduler's decisions about the requests in `ended`, store them in the records, and empty `ended`."""
     records = ended.copy()
     ended.clear()
     for record, timeline in zip(records, await target.timelines(records), strict=True):

@@ -1,8 +1,4 @@
-"""Reader of a server's state from its /metrics, for llmsched, vLLM, SGLang, llama.cpp and TGI.
-
-llmsched reports the parts of its KV memory in bytes. vLLM, SGLang and older versions of llama.cpp report the share of
-KV memory in use. TGI reports nothing about KV memory.
-"""
+"""Reader of a server's state from its /metrics, for llmsched, vLLM, SGLang, llama.cpp and TGI."""
 
 from __future__ import annotations
 
@@ -31,10 +27,7 @@ _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 
 
 class ServerMetrics:
-    """Metrics of a server.
-
-    `values` maps the name of each metric, without a prefix such as `vllm:`, to its values, one per set of labels.
-    """
+    """Metrics of a server by name, without a prefix such as `vllm:`. A metric has one value per set of labels."""
 
     def __init__(self, values: Mapping[str, Sequence[float]]) -> None:
         self._values = values
@@ -61,7 +54,7 @@ class ServerMetrics:
         return None if value is None else int(value)
 
     def memory(self) -> MemoryParts | None:
-        """Return the sizes of the parts of the server's memory, or None if the server does not report them."""
+        """Return the sizes of the parts of the server's memory, which only llmsched reports."""
         parts = [self._first((name,)) for name in _PARTS]
         known = [int(size) for size in parts if size is not None]
         return MemoryParts(*known) if len(known) == len(parts) else None
@@ -80,6 +73,6 @@ class ServerMetrics:
         return TargetState(time, int(running), int(waiting), kv_held=held)
 
     def _first(self, names: Sequence[str]) -> float | None:
-        """Return the value, summed over all labels, of the first metric in `names` that the server reports, or None."""
+        """Return the sum, over all labels, of the first metric in `names` that the server reports."""
         total = next((sum(self._values[name]) for name in names if name in self._values), None)
         return None if total is None or not math.isfinite(total) else total

@@ -1,5 +1,3 @@
-"""Clients of a simulated engine. They send a load and keep records as run_load does, but in virtual time."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,11 +16,7 @@ from llmsched.engine.simulated_engine import SimulatedEngine
 
 
 class SimulatedClients:
-    """Clients that send a load to a simulated engine. A due request goes to the client that has been free longest.
-
-    For the parameters, see `run_load`. `_free` is a heap of the times at which the free clients became free, and
-    `_deadlines` has the times at which requests time out. All times are in seconds of virtual time.
-    """
+    """Clients that send a load to a simulated engine and keep records as `run_load` does, but in virtual time."""
 
     def __init__(
         self,

@@ -1,9 +1,3 @@
-"""Runs on a simulated GPU: the real scheduler serves a load on a virtual clock.
-
-One Blueprint serves many loads. For each load, limits such as max_num_seqs can be set to values for which the blueprint
-reserves enough memory.
-"""
-
 from __future__ import annotations
 
 import os
@@ -41,8 +35,7 @@ Warn = Callable[[str], None]
 _SAMPLE_INTERVAL = 0.1
 
 
-def no_warning(text: str) -> None:
-    """Ignore a warning."""
+def no_warning(text: str) -> None: ...
 
 
 def make_blueprint(
@@ -50,9 +43,8 @@ def make_blueprint(
 ) -> Blueprint:
     """Return the blueprint of an engine on the GPU `device` (see `gpu_blueprint`) or, if "local", on this machine.
 
-    `quantization`, one of QUANTIZATIONS, is the format of the weights; None stands for the model's own. Raises
-    ModelError if the model cannot be read, and ConfigError for a bad setting, or if `device` is "local" and `llmsched
-    calibrate` has not measured this model on this machine.
+    `quantization` is the format of the weights (None: the model's own). Raises ModelError if the model cannot be read,
+    and ConfigError for a bad setting or a "local" device that was not calibrated with this model.
     """
     if quantization is not None and device == LOCAL:
         raise ConfigError("quantization", "applies to a simulated GPU; local serves the model as it is")
@@ -71,9 +63,9 @@ def simulate_run(
 ) -> RunRecord:
     """Serve a load on a new engine of `blueprint` in virtual time, and return the record of the run.
 
-    `limits` replace the limits that the blueprint sets. `timeout` is in seconds of virtual time per request. The
-    model's tokenizer encodes the texts of a trace. If the tokenizer is not on this disk, `warn` is called and each word
-    counts as one token. Raises ConfigError if the limits exceed the blueprint's memory reservation.
+    `limits` replace the blueprint's limits, such as max_num_seqs. `timeout` is in seconds of virtual time per request.
+    `warn` is called if the model's tokenizer is not on this disk. Raises ConfigError if the limits exceed the
+    blueprint's memory reservation.
     """
     engine = blueprint.engine(**limits)
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
@@ -83,7 +75,6 @@ def simulate_run(
     interval = next_sample = _SAMPLE_INTERVAL
 
     def sample() -> None:
-        """Take a sample if it is due. When there are too many samples, drop half of them and double the interval."""
         nonlocal interval, next_sample
         if (now := engine.clock.now) < next_sample:
             return
@@ -116,10 +107,7 @@ def simulate_run(
 
 @contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Make Ctrl-C raise KeyboardInterrupt at once within the block.
-
-    The event loop's own handler would act only after the block, which never returns to the event loop.
-    """
+    """Make Ctrl-C raise KeyboardInterrupt at once within the block, which never returns to the event loop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -132,10 +120,7 @@ def _interrupted_at_once() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TextEncode:
-    """Encoder of texts with the tokenizer of `model`, which is loaded when the first text is encoded.
-
-    If the tokenizer is missing, each word counts as one token, and `warn` is called once per model.
-    """
+    """Encoder of texts with the tokenizer of `model`, which is loaded when the first text is encoded."""
 
     model: str
     warn: Warn = no_warning
@@ -149,11 +134,7 @@ class TextEncode:
 
 @cache
 def _encoder(model: str, warn: Warn) -> TextEncoder:
-    """Return the encoder of texts for a model. `warn` is called if the model's tokenizer is not on this disk.
-
-    In this case, the result is a WordEncoder. Models named by a hub id always get one, because a simulation fetches
-    only their config.json.
-    """
+    """Return the encoder of texts for a model. Without its tokenizer, call `warn` and count each word as one token."""
     path = Path(os.path.expanduser(model))
     with suppress(ConfigError):
         if model == "demo" or path.is_dir() or path.suffix == ".gguf":
@@ -177,10 +158,7 @@ async def open_simulated(
     warn: Warn = no_warning,
     quantization: str | None = None,
 ) -> AsyncIterator[OpenTarget]:
-    """Make a blueprint and yield it as a target. For the parameters and errors, see make_blueprint.
-
-    Raises LlmschedError if `plan` has warm-up requests.
-    """
+    """Make a blueprint and yield it as a target; see `make_blueprint`. Raises LlmschedError if `plan` has a warm-up."""
     refuse_warmup(plan)
     blueprint = make_blueprint(config, device, progress, quantization)
     for note in blueprint.notes:

@@ -18,8 +18,8 @@ class Event(NamedTuple):
 class EventParser:
     """Incremental parser of server-sent events.
 
-    Some servers deviate from the standard, so the parser does too: `close` returns a last event that lacks its blank
-    line, and a line `error: ...` gives an event of type "error".
+    As some servers deviate from the standard, `close` returns a last event that lacks its blank line, and a line
+    `error: ...` gives an event of type "error".
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class EventParser:
         self._size = 0
 
     def feed(self, received: bytes) -> list[Event]:
-        """Return the events that `received` completes. Raises ValueError for an event of more than 16 MiB."""
+        """Return the list of events that `received` completes. Raises ValueError for an event of more than 16 MiB."""
         if self._after_cr and received:
             received = received.removeprefix(b"\n")
             self._after_cr = False
@@ -49,7 +49,7 @@ class EventParser:
         return events
 
     def close(self) -> Event | None:
-        """Return the last event if it lacks the blank line that should end it, else None."""
+        """Return the last event if it lacks the blank line that should end it."""
         return (self._end_line() if self._line else None) or self._end_event()
 
     def _end_line(self) -> Event | None:

@@ -1,5 +1,3 @@
-"""`llmsched workload`: analyse a load and recommend settings."""
-
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -81,7 +79,7 @@ def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSampl
 
 
 def _as_json(found: LoadAnalysis) -> dict[str, Any]:
-    """Return the analysis as a JSON object. Lengths are in tokens, shares from 0 to 1, times in seconds."""
+    """Return the analysis as JSON. Lengths are in tokens, shares from 0 to 1, times in seconds."""
     sample, advice = found.sample, asdict(found.advice)
     by_running = advice["headroom_by_running"]
     return {

@@ -1,5 +1,3 @@
-"""Analysis of a load: lengths, arrivals, shared prefixes and recommended settings."""
-
 from __future__ import annotations
 
 import math
@@ -31,7 +29,7 @@ _Z99 = 2.326
 
 @dataclass(frozen=True, slots=True)
 class LengthFigures:
-    """Statistics of lengths in tokens, with interpolated percentiles. `tail` is P99 divided by the mean."""
+    """Statistics of lengths in tokens. `tail` is P99 divided by the mean."""
 
     mean: float
     p50: float
@@ -62,8 +60,8 @@ class Advice:
     """Recommended settings.
 
     `max_model_len` fits every request. With half that length, the share `refused_by_half` of requests would be refused.
-    `headroom_by_running` maps numbers of running requests to the share of blocks to keep free (see `headroom`). It is
-    None if answer lengths are unknown. `prefix_caching` is None if the prompts are unknown.
+    `headroom_by_running` maps numbers of running requests to the share of blocks to keep free; it is None if answer
+    lengths are unknown. `prefix_caching` is None if the prompts are unknown.
     """
 
     max_model_len: int
@@ -103,7 +101,6 @@ def analyse(sample: RequestSample, block_size: int) -> LoadAnalysis:
 
 
 def length_figures(lengths: Sequence[int]) -> LengthFigures | None:
-    """Return the statistics of lengths in tokens; None if no length is above 0."""
     if not any(lengths):
         return None
     values = np.asarray(lengths)
@@ -141,10 +138,7 @@ def advise(sample: RequestSample, prefixes: SharedPrefixes | None) -> Advice:
 
 
 def serve_knobs(found: LoadAnalysis) -> dict[str, Any]:
-    """Return the recommended engine settings that differ from their defaults.
-
-    max_model_len is left out if lengths are counted in words, because it is in tokens.
-    """
+    """Return the recommended engine settings that differ from their defaults."""
     advice, defaults = found.advice, asdict(EngineConfig())
     knobs: dict[str, Any] = {} if found.sample.in_words else {"max_model_len": advice.max_model_len}
     if advice.headroom_by_running is not None:
@@ -158,12 +152,10 @@ def serve_knobs(found: LoadAnalysis) -> dict[str, Any]:
 def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
     """Return the share of KV blocks to keep free for `running` requests, given (prompt, output) lengths.
 
-    When it admits requests, the scheduler knows their prompt lengths and expects outputs of mean length. In 1 % of
-    cases, the outputs of n = `running` requests are longer than expected by z sigma sqrt(n) tokens or more (normal
-    approximation; z = 2.326, sigma is the standard deviation of output lengths). The headroom has room for this excess:
-    it is the excess divided by the sum of the excess and the tokens that the requests hold.
-    tests/bench/bench_headroom.py compares the formula with simulated runs: at most 2 of 300 requests were preempted,
-    and throughput was within 3 % of the best of six other shares.
+    The scheduler admits requests as if their outputs had mean length. In 1 % of cases, the outputs of n = `running`
+    requests exceed this by z sigma sqrt(n) tokens or more (normal approximation; z = 2.326, sigma is the standard
+    deviation of output lengths). The result is this excess divided by the sum of the excess and the tokens that the
+    requests hold. tests/bench/bench_headroom.py compares the formula with simulated runs.
     """
     outputs = np.asarray(lengths, dtype=np.float64).T[1]
     excess = _Z99 * float(outputs.std()) / (math.sqrt(running) * held(lengths))
@@ -173,8 +165,8 @@ def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
 def held(lengths: Sequence[tuple[int, int]]) -> float:
     """Return the mean number of tokens that a running request holds, given (prompt, output) lengths.
 
-    A request with p prompt and o output tokens holds p + o / 2 tokens on average. It runs for o steps, so it counts o
-    times in the mean: the result is the mean of o (p + o / 2) divided by the mean of o.
+    A request with p prompt and o output tokens holds p + o / 2 tokens on average and runs for o steps, so it counts o
+    times in the mean.
     """
     prompts, outputs = np.asarray(lengths, dtype=np.float64).T
     return float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())

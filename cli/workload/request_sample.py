@@ -1,5 +1,3 @@
-"""Requests of a trace or a synthetic load as numbers: their lengths, times and prompts."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,11 +10,11 @@ from llmsched.cli.load.traces.trace import Content, Trace
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """Sample of a load: its requests in the order of their times. None means unknown.
+    """Requests of a load, in the order of their times. None means unknown.
 
     `inputs` and `outputs` are prompt and answer lengths in tokens, `offsets` times in seconds. `prompts` has a sequence
-    of ids per request. An id stands for `unit` tokens (the last id of a prompt may stand for fewer). Equal ids stand
-    for equal tokens. `tokens` says what counts as a token. If `in_words` is True, each word counts as one.
+    of ids per request; an id stands for `unit` tokens, and equal ids for equal tokens. `tokens` says what counts as a
+    token: a word if `in_words` is True.
     """
 
     name: str
@@ -46,10 +44,9 @@ class _WordIds:
 
 
 def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None) -> RequestSample:
-    """Return the requests of a trace. If they have texts, `encode` turns these into token ids.
+    """Return the requests of a trace. If `encode` is None, each word of a text counts as a token.
 
-    If `encode` is None, each word of a text counts as a token. `tokenizer` is the name of the model whose tokenizer
-    `encode` uses.
+    `tokenizer` is the name of the model whose tokenizer `encode` uses.
     """
     inputs: Sequence[int] = [request.input_len or 0 for request in trace.requests]
     prompts: Sequence[Sequence[int]] = [request.hash_ids for request in trace.requests]
@@ -76,7 +73,6 @@ def sample_trace(trace: Trace, encode: TextEncoder | None, tokenizer: str | None
 
 
 def sample_load(name: str, load: Load) -> RequestSample:
-    """Draw the requests of a synthetic load and return them."""
     planned = load.plan(COMMON_IDS)
     prompts = [request.prompt.token_ids or [] for request in planned]
     return RequestSample(

@@ -19,8 +19,7 @@ PIN_SHARE = 0.05
 class Coverage:
     """Share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
 
-    If `exact` is False, `tokens` is not a multiple of the trace's block length. Then the prefix is `tokens` rounded
-    down to whole blocks, but at least one block.
+    If `exact` is False, `tokens` is no multiple of the trace's block length, and the prefix is rounded to whole blocks.
     """
 
     tokens: int
