@@ -1,5 +1,3 @@
-"""`llmsched tune`: find the settings with the highest goodput or throughput that meet the latency targets."""
-
 from __future__ import annotations
 
 import asyncio
@@ -203,7 +201,6 @@ def tune(
 
 
 def _announce(task: TuneTask, writes: bool, asks: bool) -> None:
-    """Tell the user, before the search, what is searched for and where the profile will be written."""
     if not task.slo.given():
         render.note(
             "no SLO given (--slo-ttft, --slo-itl, ...): the highest throughput under this load wins, whatever its "
@@ -242,10 +239,7 @@ def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
 
 
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
-    """Return the path of the profile to write. Raises LlmschedError if no file can be written there.
-
-    The default name is the model's name, followed in a simulation by the name of the device.
-    """
+    """Return the path of the profile to write. Raises LlmschedError if no file can be written there."""
     called = Path(model_name(model)).name
     usual = f"{called}-{simulate}" if simulate else called
     name = output or re.sub(r"[^A-Za-z0-9._-]+", "-", usual).strip("-.") or "tuned"

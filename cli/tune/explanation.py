@@ -1,4 +1,4 @@
-"""Explanation in words: why a setting was chosen, its gain over the default, and how the given load compares."""
+"""Sentences about a search: why a setting was chosen, its gain over the default, and its rate and the given load's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llmsched.cli.tune.tuning import TuneOutcome
 def gain(outcome: TuneOutcome) -> float | None:
     """Return the gain of the best setting over the default, for example 0.1 for 10 %.
 
-    The gain is in the knee or, if one of the two knees is unknown, in the rate that the search maximises. Return None
-    if no setting is feasible or the default's rate is unknown.
+    The gain is in the knee or, if a knee is unknown, in the rate that the search maximises. Return None if no setting
+    is feasible or the default's rate is unknown.
     """
     history, rates, best = outcome.history, outcome.rates, best_trial(outcome.history)
     if best is None:
@@ -85,7 +85,6 @@ def explain(history: TrialHistory) -> str:
 
 
 def rate_in_words(trial: Trial, goal: Goal) -> str:
-    """Return the rates of a trial as text: the throughput and, if `goal` is "goodput", first the goodput."""
     tokens = f"{trial.output_tokens_per_s or 0.0:.1f} tokens/s"
     return f"{trial.goodput_rps or 0.0:.3g} good requests/s ({tokens})" if goal == "goodput" else tokens
 

@@ -32,7 +32,6 @@ _RANGE = 256.0
 
 
 def meets(trial: Trial) -> bool:
-    """Return True if a setting met the SLOs in its runs."""
     return trial.feasible and trial.attainment.get("all", 1.0) >= ATTAINMENT
 
 
@@ -65,9 +64,8 @@ class RateRow:
 class RateReport:
     """Request rates of a search, in requests per second.
 
-    `given` is the rate of the given load (inf: all requests at once). `compared` is the rate at which the settings were
-    compared, or None if they were compared under the given load. `light` means that the default met the SLOs at every
-    rate that was tried.
+    `given` is the rate of the given load (inf: all requests at once), `compared` the rate at which the settings were
+    compared (None: under the given load). `light` means that the default met the SLOs at every rate that was tried.
     """
 
     given: float | None = None
@@ -82,9 +80,9 @@ class RateReport:
 class KneeFinder:
     """Finder of knees: it runs each setting at most once at each request rate and keeps the results.
 
-    The method `requests` says how `least` (requests) and `longest` (seconds) limit the length of a run. Two knees count
-    as equal if they differ by no more than the share `tolerance`. If `predicted` is True, a cost model predicts the
-    runs instead. `runs` and `trials` map a setting and a rate (None: the given load) to the run and its result.
+    `least` (requests) and `longest` (seconds) limit the length of a run. Two knees count as equal if they differ by no
+    more than the share `tolerance`. With `predicted`, a cost model predicts the runs. `runs` and `trials` map a setting
+    and a rate (None: the given load) to the run and its result.
     """
 
     runner: TrialRunner
@@ -102,8 +100,7 @@ class KneeFinder:
     def requests(self, rate: float | None) -> int:
         """Return the number of requests that a run at this rate sends.
 
-        A load that is limited by a duration is sent whole. Another load gets `least` requests, or more if the SLO on
-        TTFT or E2E is so long that a backlog needs more requests to show, within `longest` seconds.
+        A run is longer than `least` if the SLO on TTFT or E2E is so long that a backlog needs more requests to show.
         """
         if rate is None:
             return self.least
@@ -133,9 +130,8 @@ class KneeFinder:
     async def climb(self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0) -> list[Setting]:
         """Find the highest rate at which any of the settings meets the SLOs, and return the settings that do.
 
-        The first rate is `start`. The next is higher or lower by the factor `factor`, but never below `low`. If some
-        settings meet the SLOs at a rate and others do not, the others drop out. The result is empty if no setting met
-        the SLOs at any rate that was tried.
+        The first rate is `start`. The next is higher or lower by the factor `factor`, but never below `low`. The result
+        is empty if no setting met the SLOs at any rate that was tried.
         """
         alive, best = list(settings), list[Setting]()
 

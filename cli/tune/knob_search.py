@@ -15,10 +15,10 @@ from llmsched.cli.tune.trial_runs import TrialRun
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Space of settings to search: the knobs to vary, the values to try, and the setting to start from.
+    """Settings to search: the knobs to vary, their largest values, and the setting to start from.
 
-    `budgets` are the values of max_num_batched_tokens to try, ascending. `max_num_seqs` and `max_headroom` are the
-    largest values to try. `refused` maps budgets that do not fit into memory to the reason.
+    `budgets` are the values of max_num_batched_tokens to try, ascending. `refused` maps budgets that do not fit into
+    memory to the reason.
     """
 
     knobs: tuple[str, ...]
@@ -72,10 +72,9 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 
 
 async def _look_around(space: SearchSpace, race: Race) -> None:
-    """Run the leading setting with the next smaller and larger token budgets. Repeat until the leader does not change.
+    """Run the best setting with the next smaller and larger token budgets, until the best setting does not change.
 
-    The first comparison of token budgets used the start values of the other knobs. The leader has other values
-    of these knobs now, with which another budget may be better.
+    This is needed because another budget may be best with the values that the other knobs have now.
     """
     leader = leading_trial(race.history)
     if leader is None or "max_num_batched_tokens" not in space.knobs:

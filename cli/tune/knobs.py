@@ -26,7 +26,7 @@ TARGETS = (1.0, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Setting of the engine: arguments of `Engine.reconfigure`. `target_itl` is in seconds; None turns it off."""
+    """Arguments of `Engine.reconfigure`. `target_itl` is in seconds; None turns it off."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -40,10 +40,7 @@ KNOBS = tuple(f.name for f in fields(Setting))
 
 @dataclass(frozen=True, slots=True)
 class PeakDemand:
-    """Peak demand of a run: the most requests in one step and the largest share (0 to 1) of KV blocks in use.
-
-    `preempted` is True if the engine preempted a request.
-    """
+    """Peak demand of a run: the most requests in one step and the largest share (0 to 1) of KV blocks in use."""
 
     running: int
     kv_share: float
@@ -73,8 +70,8 @@ def powers_of_two(low: int, high: int) -> list[int]:
 def largest_budget(kind: str, concurrency: int, input_len: int) -> int:
     """Return the largest token budget worth trying on a device of this kind ("cpu" or "cuda").
 
-    Steps cannot have more prompt tokens than all concurrent requests together (`input_len` each), so the result is this
-    number, rounded up to a power of two, but at least the default budget and at most LARGEST_BUDGET.
+    A step has at most the prompt tokens of all concurrent requests (`input_len` each). The result is this number,
+    rounded up to a power of two, but at least the default budget and at most LARGEST_BUDGET.
     """
     useful = 1 << (concurrency * input_len - 1).bit_length()
     return max(DEFAULT_TOKEN_BUDGET[kind], min(LARGEST_BUDGET[kind], useful))
@@ -89,8 +86,8 @@ def distance(one: Setting, other: Setting) -> tuple[int, float]:
 def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
     """Return `setting`, then copies with other values of max_num_seqs, largest first.
 
-    The values are powers of two from an eighth of the peak number of running requests to below the peak. If
-    max_num_seqs limited the peak, the values go up to `most`, which is included.
+    The values are powers of two below the peak number of running requests or, if max_num_seqs limited the peak, up to
+    `most`.
     """
     capped = demand.running >= setting.max_num_seqs
     highest = most if capped else demand.running - 1
@@ -100,11 +97,7 @@ def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setti
 
 
 def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list[Setting]:
-    """Return `setting` and, if KV memory was scarce, copies with other values of headroom, at most `most`.
-
-    KV memory was scarce if the engine preempted a request, or if it used more than the share SCARCE of the blocks
-    outside the headroom.
-    """
+    """Return `setting` and, if KV memory was scarce, copies with other values of headroom, at most `most`."""
     scarce = demand.preempted or demand.kv_share > SCARCE * (1 - setting.headroom)
     return _first(setting, (replace(setting, headroom=share) for share in HEADROOMS if scarce and share <= most))
 
@@ -112,8 +105,8 @@ def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
     """Return `setting`, then copies whose target_itl is derived from the SLOs for ITL and TPOT, or is off.
 
-    Each target_itl is combined with the token budget of `setting` and with the budget `largest`. With a target_itl, the
-    engine makes steps smaller than the token budget where the target demands it, so a large budget does no harm to ITL.
+    Each target_itl is combined with the token budget of `setting` and with the budget `largest`, which does no harm to
+    ITL because a target_itl makes steps smaller than the budget.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")
@@ -139,7 +132,6 @@ def describe(setting: Setting, others: Sequence[Setting]) -> str:
 
 
 def knob_in_words(knob: str, value: int | float | None) -> str:
-    """Return the value of a knob as text, with its unit if it has one."""
     if value is None:
         return "off"
     return f"{value * 1e3:g} ms" if knob == "target_itl" else f"{value:g}" if isinstance(value, float) else str(value)

@@ -31,11 +31,7 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 class Ranking:
-    """Ranking of settings by `effects`.
-
-    The effect of a setting is the logarithm of its score, with the differences between rounds removed. For a score of 0
-    the effect is -inf.
-    """
+    """Ranking of settings by `effects`, the logarithms of their scores without the differences between rounds."""
 
     def __init__(
         self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
@@ -80,8 +76,7 @@ class Ranking:
     def noise(self, one: Setting, other: Setting) -> float:
         """Return the share by which the scores of two settings must differ to count as different.
 
-        The share is the standard error of the difference, kept between NOISE_FLOOR and NOISE_CEILING. For exact runs it
-        is NOISE_FLOOR.
+        It is the standard error of the difference, between NOISE_FLOOR and NOISE_CEILING.
         """
         if self._exact:
             return NOISE_FLOOR
@@ -98,7 +93,6 @@ class Ranking:
         )
 
     def share(self, setting: Setting, of: Setting) -> float:
-        """Return the score of `setting` divided by the score of `of`."""
         return math.exp(self._effect(setting) - self._effect(of))
 
     def _effect(self, setting: Setting) -> float:

@@ -1,7 +1,7 @@
 """Pruning of settings that a cost model predicts to be far worse than the best setting.
 
-The settings measured so far show the mean error of the predictions, and all predictions are corrected by it. A setting
-is pruned only if it is worse by a margin, which grows with the largest error that remains.
+All predictions are corrected by their mean error for the settings measured so far. A setting is pruned only if it is
+worse by a margin, which grows with the largest error that remains.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ MOST_ERROR = 0.5
 def hopeless(settings: Sequence[Setting], predicted: Predictions, history: TrialHistory) -> dict[Setting, str]:
     """Return the settings that cannot be the best according to the predictions, each mapped to the reason.
 
-    `predicted` has predicted runs of `settings` and of the settings measured so far. Settings are compared by
-    throughput, an upper bound of goodput, because near an SLO a small error in latency can change goodput to 0.
-    Latencies are compared with the SLOs separately.
+    `predicted` has predicted runs of `settings` and of the settings measured so far.
     """
     table = history.ranking("throughput")
     known = [s for s in predicted if math.isfinite(table.effects.get(s, -math.inf)) and predicted[s].rate("throughput")]
@@ -55,10 +53,7 @@ def hopeless(settings: Sequence[Setting], predicted: Predictions, history: Trial
 def _late(
     settings: Sequence[Setting], trials: Mapping[Setting, Trial], known: Sequence[Setting], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Return the settings predicted to miss an SLO by more than the prediction error, each mapped to the reason.
-
-    `trials` are the predicted trials. `known` are the settings that have been measured.
-    """
+    """Return the settings predicted to miss an SLO by more than the prediction error, each mapped to the reason."""
     found: dict[Setting, str] = {}
     for name, limit in history.slo.given().items():
         pairs = [(history.trial(s).held.get(name), trials[s].held.get(name)) for s in known]

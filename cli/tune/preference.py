@@ -1,5 +1,3 @@
-"""Preference among settings: which one wins, and which is nearest to the SLOs if none meets them."""
-
 from __future__ import annotations
 
 import math
@@ -46,10 +44,10 @@ def leading_trial(history: TrialHistory) -> Trial | None:
 
 
 def relative_scores(history: TrialHistory) -> dict[Setting, float]:
-    """Return the score of each setting divided by the score of the best setting.
+    """Return the score of each setting divided by the score of the best setting or, if none is feasible, the highest
+    score.
 
-    If no setting is feasible, the divisor is the highest score. Unlike the rates of trials, these ratios can be
-    compared between settings that ran in different rounds or had shorter runs.
+    Unlike rates, these ratios can be compared between settings that ran in different rounds.
     """
     table, best = history.ranking(), best_trial(history)
     ranked = [best.setting] if best else table.ranked(list(table.effects))
@@ -59,14 +57,14 @@ def relative_scores(history: TrialHistory) -> dict[Setting, float]:
 
 
 def missed_trials(history: TrialHistory) -> list[Trial]:
-    """Return the trials that missed an SLO without a failure, ordered by how far they missed it, nearest first."""
+    """Return the trials that missed an SLO without a failure, nearest first."""
     worked = [setting for setting, runs in history.runs.items() if runs and not any(run.problem for run in runs)]
     missed = [trial for trial in map(history.trial, worked) if not trial.feasible]
     return sorted(missed, key=lambda trial: trial.miss)
 
 
 def nearest_miss(history: TrialHistory) -> Trial | None:
-    """Return the trial that missed the SLOs by least, or None if no trial missed one. Only the longest runs count."""
+    """Return the trial with the longest runs that missed the SLOs by least, or None if no trial missed one."""
     missed = missed_trials(history)
     longest = max((trial.longest_run for trial in missed), default=0)
     return next((trial for trial in missed if trial.longest_run == longest), None)

@@ -2,7 +2,7 @@
 
 The method is successive halving (Jamieson and Talwalkar, 2016). In a round, all settings serve the same requests, one
 setting after the other. Every second round has the reverse order, so that drift of the machine's speed affects all
-settings alike. If a run raises an exception, the setting counts as not working, and the race goes on.
+settings alike.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class OutOfTimeError(Exception):
 
 
 class TrialRunner(Protocol):
-    """Interface of a runner, which serves a load with a given setting and returns the figures.
-
-    `rate` is the request rate at which the load is sent; None sends it as it is (see `TrialLoad.at_rate`).
-    """
+    """Runner that serves a load with a given setting at `rate` requests per second (None: as the load is)."""
 
     async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
         """Serve the first `requests` requests of a round. Raises OutOfTimeError if the time limit ends the run.
@@ -78,9 +75,9 @@ def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
 class Race:
     """Race of settings over several rounds. Every run is added to `history`.
 
-    `lengths` are the possible lengths of a round in requests, ascending. The best settings run at the last length up to
-    `repeats` times, or once if `history.exact`. The load is sent at `rate` (None: as it is). After the first round, a
-    round starts only if it is expected to end within `time_limit` seconds.
+    `lengths` are the possible lengths of a round in requests, ascending. The best settings get up to `rounds` runs of
+    the last length, or one if `history.exact`. The load is sent at `rate` (None: as it is), and `time_limit` is in
+    seconds.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class Race:
         runner: TrialRunner,
         history: TrialHistory,
         lengths: Sequence[int],
-        repeats: int,
+        rounds: int,
         time_limit: float = math.inf,
         progress: Progress = silent,
         rate: float | None = None,
@@ -98,7 +95,7 @@ class Race:
         self.out_of_time = False
         self.disturbed_rounds = 0
         self._runner, self._rate, self._progress = runner, rate, progress
-        self._lengths, self._repeats, self._time_limit = lengths, 1 if history.exact else repeats, time_limit
+        self._lengths, self._rounds, self._time_limit = lengths, 1 if history.exact else rounds, time_limit
         self._now = asyncio.get_running_loop().time
         self._start = self._now()
         self._num_rounds = 0
@@ -110,7 +107,7 @@ class Race:
         With `prune`, settings that a cost model predicts to be far worse are skipped.
         """
         lengths = self._lengths[:-1] or self._lengths
-        share = FOR_SHORT_RUNS if len(self._lengths) > 1 or self._repeats > 1 else 1.0
+        share = FOR_SHORT_RUNS if len(self._lengths) > 1 or self._rounds > 1 else 1.0
         self.history.consider(settings)
         alive = list(settings)
         for index, requests in enumerate(lengths):
@@ -123,11 +120,11 @@ class Race:
             alive = self._survivors(alive)
 
     async def final(self) -> None:
-        """Give the best settings full runs until the winner is clear, each has had `repeats` runs, or time is up."""
+        """Give the best settings full runs until the winner is clear, each has had `rounds` runs, or time is up."""
         while finalists := self._finalists():
             fewest = min(sum(run.requests == self.full for run in self.history.runs[each]) for each in finalists)
             clear = fewest > 0 and self.history.ranking().settled(finalists)
-            if clear or fewest >= self._repeats or not self._in_time(finalists, self.full):
+            if clear or fewest >= self._rounds or not self._in_time(finalists, self.full):
                 break
             await self._round("the best in full", finalists, self.full)
 
@@ -153,10 +150,7 @@ class Race:
     async def _round(
         self, stage: str, settings: Sequence[Setting], requests: int, *, prune: bool = False
     ) -> list[Setting]:
-        """Run each setting once, until time is up. Return the settings that ran.
-
-        With `prune`, skip settings that a cost model predicts to be far worse than the best.
-        """
+        """Run each setting once, until time is up. Return the settings that ran."""
         left = list(settings[::-1] if self._num_rounds % 2 else settings)
         if prune and len(left) > 2:
             left.insert(1, left.pop())  # both ends first: the model interpolates between them
@@ -178,7 +172,6 @@ class Race:
         return [setting for setting in settings if setting in ran]
 
     def _plausible(self, left: Sequence[Setting], settings: Sequence[Setting], requests: int) -> list[Setting]:
-        """Return the settings in `left` without those that a cost model predicts to be far worse than the best."""
         measured = self.history.worked()
         predicted = self._runner.predict(list(dict.fromkeys([*measured, *settings])), requests, self._rate)
         out = hopeless([setting for setting in left if setting not in measured], predicted, self.history)
@@ -186,7 +179,6 @@ class Race:
         return [setting for setting in left if setting not in out]
 
     async def _run(self, setting: Setting, requests: int, round_index: int) -> TrialRun | None:
-        """Run a setting once. If the time limit ends the run, set `out_of_time` and return None."""
         if self.history.exact:
             # Exact runs of one length belong to one round, and a repeated run would give the same figures.
             round_index = self._lengths.index(requests)
@@ -206,10 +198,7 @@ class Race:
         return run
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
-        """Return the better half of the settings that meet the SLOs.
-
-        If no setting meets the SLOs, return the two settings whose latencies exceed them by least.
-        """
+        """Return the better half of the settings that meet the SLOs, or the two nearest to the SLOs if none does."""
         good = self._good(settings)
         if not good:
             return [trial.setting for trial in missed_trials(self.history) if trial.setting in settings][:2]
@@ -222,10 +211,7 @@ class Race:
         return [setting for setting in good if setting in ahead]
 
     def _finalists(self) -> list[Setting]:
-        """Return at most MOST_FINALISTS settings to run in full: those that meet the SLOs with scores near the best.
-
-        If no setting meets the SLOs, return the one that misses them by least. But if this setting or MOST_FINALISTS
-        others have had full runs, return no setting.
+        """Return the settings to run in full: those that meet the SLOs with scores near the best, or the nearest miss.
         """
         measured = self.history.worked()
         good = self._good(measured)

@@ -1,4 +1,4 @@
-"""Choice of a setting by a search at several request rates (which finds the knees) or under the given load alone."""
+"""Choice of a setting at the knees or under the given load alone."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ _LEAST_GOOD = 0.97
 class RateSearch:
     """Search that compares the settings of `space` with the default and chooses one.
 
-    `race` returns a race at a rate (None: the given load). `finder` finds knees with real runs. `guess` finds them with
-    predictions of a cost model; it is None on a virtual clock. The results are in `history` and `rates`. `notes` are
-    sentences for the user.
+    `race` returns a race at a rate (None: the given load). `finder` finds knees with real runs, `guess` with
+    predictions of a cost model. The results are in `history` and `rates`. `notes` are sentences for the user.
     """
 
     history: TrialHistory
@@ -103,7 +102,7 @@ class RateSearch:
         return None if given is None or math.isinf(given) or self.load.closed else given
 
     async def _default_knee(self, served: Trial) -> float | None:
-        """Find the default's knee. Return the knee if it is above the given rate, else None."""
+        """Return the default's knee if it is above the given rate, else None."""
         given, default = self.rates.given, self.default
         base, met = self._open_rate or served.requests_per_s, meets(served)
         if not base or (self.guess is not None and not met):
@@ -145,9 +144,7 @@ class RateSearch:
         return preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top], self.default).setting
 
     async def _compare(self, best: Setting, name: JudgedBy, unit: float | None) -> None:
-        """Run the default and `best` under the given load and at multiples of the rate `unit`. Add the results as rows.
-
-        `unit` is the knee or the given rate, as `name` says. If it is None or infinite, use the given load only.
+        """Run the default and `best` under the given load and at multiples of the rate `unit`, and add rows of results.
         """
         if self.rates.compared is None:
             done = [setting for setting in (self.default, best) if self.history.runs.get(setting)]
@@ -162,7 +159,6 @@ class RateSearch:
                 self.rates.rows.append(RateRow(label, rate or self.rates.given, pair[0], pair[1], source is self.guess))
 
     def _note_alike(self, best: Trial) -> None:
-        """Add a note if the default was chosen only because all settings are equal under this load."""
         able = list(contenders(self.history))
         if best.setting == self.default and len(able) > 1 and self.history.ranking().level(able) == able:
             self.notes.append(

@@ -19,7 +19,7 @@ from llmsched.profiles.toml_files import read_file
 
 
 def state_path(profile: Path) -> Path:
-    """Return the path of the search journal, which lies beside the profile that the search will write."""
+    """Return the path of the journal beside the profile that the search will write."""
     return profile.with_name(f"{profile.stem}.state.jsonl")
 
 
@@ -40,9 +40,8 @@ class ResumableRunner(TrialRunner):
     ) -> None:
         """Start the journal at `path` or, with `resume`, continue it. `about` identifies the search.
 
-        `deadline` is a time of the event loop's clock (None: no deadline).
-
-        Raises LlmschedError if the journal belongs to another search, or if the file cannot be read or written.
+        `deadline` is a time of the event loop's clock. Raises LlmschedError if the journal belongs to another search,
+        or if the file cannot be read or written.
         """
         self.path = path
         self._runner = runner
@@ -76,7 +75,6 @@ class ResumableRunner(TrialRunner):
         return predicted
 
     def delete_journal(self) -> None:
-        """Delete the journal, because the search is complete."""
         self.path.unlink(missing_ok=True)
 
     def _keep(self, entry: Mapping[str, Any]) -> None:

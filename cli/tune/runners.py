@@ -1,5 +1,3 @@
-"""Runners that serve a load with a given setting, on an engine in this process or on a simulated engine."""
-
 from __future__ import annotations
 
 import asyncio
@@ -46,7 +44,7 @@ _MAX_STEPS, _MIN_STEPS = 4096, 32
 
 
 class TrialLoad(NamedTuple):
-    """Load that every setting serves, together with the SLOs to meet and the timeout of a request in seconds.
+    """Load that every setting serves, SLOs to meet, and the timeout of a request in seconds.
 
     Random prompts are drawn from the token ids `ids`. `encode` turns the texts of a trace into token ids.
     """
@@ -58,10 +56,9 @@ class TrialLoad(NamedTuple):
     encode: TextEncoder = WordEncoder(COMMON_IDS)
 
     def at_rate(self, rate: float | None, requests: int) -> TrialLoad:
-        """Return the same load at `rate`, or this load if `rate` is None.
+        """Return the same load at `rate` (None: as it is), as an open loop of at least `requests` requests.
 
-        If a synthetic load is limited by a number of requests, this number becomes at least `requests`. A closed loop
-        becomes an open loop. Raises ConfigError for a load whose rate changes over time (`arrivals` "ramp").
+        Raises ConfigError for a load whose rate changes over time (`arrivals` "ramp").
         """
         if rate is None:
             return self
@@ -76,8 +73,8 @@ class TrialLoad(NamedTuple):
 class EngineRunner(TrialRunner):
     """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it has failed.
 
-    Every run starts with an empty prefix cache. All settings of a round get the same prompts. Each round has new
-    prompts. `predict` stops at `deadline`, a time of time.monotonic.
+    Every run starts with an empty prefix cache. All settings of a round get the same prompts, and each round new ones.
+    `predict` stops at `deadline`, a time of time.monotonic.
     """
 
     deadline = math.inf
@@ -108,7 +105,6 @@ class EngineRunner(TrialRunner):
         return self._engine
 
     async def close(self) -> None:
-        """Stop the engine, if there is one."""
         self._engine = None
         await self._stack.aclose()
 
@@ -159,11 +155,10 @@ class EngineRunner(TrialRunner):
 
 
 class SimulatedRunner(TrialRunner):
-    """TrialRunner on a virtual clock. It predicts nothing, because a run is already a simulation.
+    """TrialRunner on a virtual clock. Each run gets a new engine from `make_engine`.
 
-    Each run gets a new engine from `make_engine`. Every round sends the same prompts, so a full run has the same
-    figures as `bench --simulate`. A run raises OutOfTimeError if it is not complete at `deadline`, a time of
-    time.monotonic.
+    Every round sends the same prompts, so a full run has the same figures as `bench --simulate`. A run raises
+    OutOfTimeError if it is not complete at `deadline`, a time of time.monotonic.
     """
 
     def __init__(self, make_engine: Callable[[], SimulatedEngine], work: TrialLoad, deadline: float = math.inf) -> None:
@@ -232,10 +227,7 @@ class StepWatch:
         self._steps.append((shape_of(plan), result.elapsed - result.swap_elapsed))
 
     def cost(self) -> LearnedCost | None:
-        """Fit a cost model to the recorded steps. Return None if there are too few steps.
-
-        The model uses the median gap between steps, because the mean would include the time that an idle engine waits.
-        """
+        """Fit a cost model to the recorded steps. Return None if there are too few steps."""
         if len(self._steps) < _MIN_STEPS:
             return None
         model = StepTimeModel()

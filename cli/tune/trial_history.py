@@ -1,5 +1,3 @@
-"""History of a search: its runs by setting, and the trials and the ranking that follow from them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,8 +14,8 @@ class TrialHistory:
     """Runs of a search by setting. The settings are in the order in which they were first considered.
 
     `default` is the setting that `serve` has without a profile. `exact` means that a repeated run has the same figures,
-    as on a virtual clock. `chosen` is the setting that the search chose; None until it has ended. `skipped` maps
-    settings to the reasons why they were not run.
+    as on a virtual clock. `chosen` is the setting that the search chose. `skipped` maps settings to the reasons why
+    they were not run.
     """
 
     def __init__(self, slo: Slo, goal: Goal, default: Setting, *, exact: bool = False) -> None:
@@ -58,9 +56,7 @@ class TrialHistory:
         return replace(trial, reason=self.skipped.get(setting, "not measured: out of time"), skipped=True)
 
     def trials(self) -> list[Trial]:
-        """Return the trials of all settings considered, in their order."""
         return [self.trial(setting) for setting in self.runs]
 
     def ranking(self, goal: Goal | None = None) -> Ranking:
-        """Rank the settings by `goal`, or by the goal of the search if it is None."""
         return Ranking(self.all_runs, lambda run: run.rate(goal or self.goal), exact=self.exact)

@@ -56,9 +56,9 @@ def pooled(parts: Sequence[ThinnedSamples], name: str) -> float | None:
 class TrialRun:
     """Run of one setting: the first `requests` requests of the load in round `round_index`, served in `seconds`.
 
-    `tokens_per_s` is the rate of output tokens, ramp-up excluded. `met` maps the name of each SLO, and "all", to the
-    number of requests that met it. `samples` maps each name in FIGURES to its distribution. `problem` says why the
-    setting does not work. `others_cpu` is the share of this machine's CPU time that other processes used.
+    Rates exclude the ramp-up. `met` maps the name of each SLO, and "all", to the number of requests that met it.
+    `samples` maps each name in FIGURES to its distribution. `problem` says why the setting does not work. `others_cpu`
+    is the share of this machine's CPU time that other processes used.
     """
 
     setting: Setting
@@ -77,14 +77,13 @@ class TrialRun:
 
     @property
     def requests_per_s(self) -> float | None:
-        """Completed requests per second, ramp-up excluded; None without a rate."""
         if self.tokens_per_s is None or not self.output_tokens:
             return None
         return self.tokens_per_s * self.completed / self.output_tokens
 
     @property
     def goodput_rps(self) -> float | None:
-        """Requests per second that met every SLO, ramp-up excluded; None if there is no SLO or no known rate."""
+        """Requests per second that met every SLO; None if there is no SLO or no known rate."""
         if "all" not in self.met or self.tokens_per_s is None or not self.output_tokens:
             return None
         return self.tokens_per_s * self.met["all"] / self.output_tokens
@@ -141,6 +140,5 @@ def run_of(
 
 
 def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> TrialRun:
-    """Return the result of a run that raised the exception `problem`."""
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())
     return TrialRun(setting, round_index, requests, problem=reason)

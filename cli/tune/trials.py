@@ -1,5 +1,3 @@
-"""Trials: results of settings, each pooled from the runs of one setting and judged by the SLOs."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +13,7 @@ from llmsched.engine.units import three_figures
 class Trial:
     """Results of one setting, pooled over its longest runs (those with the most requests).
 
-    `p99` maps each name in FIGURES to the P99 in seconds. Rates exclude the ramp-up and are means over the runs.
+    `p99` maps each name in FIGURES to the P99 in seconds. Rates exclude the ramp-up and are means over the runs;
     `spread` is half the range of the token rates, divided by their mean. `held` maps the name of each SLO to the figure
     in seconds that is compared with the SLO. `attainment` maps the name of each SLO, and "all", to the share of
     requests that met it. `miss` is the largest ratio of a figure to its SLO, or 0 without SLOs. `rounds` counts all

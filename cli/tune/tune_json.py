@@ -1,5 +1,3 @@
-"""Outcome of a search as JSON and as a tuned profile."""
-
 from __future__ import annotations
 
 import math
@@ -26,7 +24,6 @@ _TRIAL_KEYS = (*_RATE_KEYS, "attainment", *_STATE_KEYS)
 
 
 def as_json(outcome: TuneOutcome, profile: Path | None) -> dict[str, Any]:
-    """Return the report as a JSON object. The key names give the units. Unknown figures are null."""
     history, task = outcome.history, outcome.task
     best, nearest = best_trial(history), nearest_miss(history)
     return {
@@ -83,7 +80,7 @@ def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
 
 
 def _trials_json(history: TrialHistory) -> list[dict[str, Any]]:
-    """Return all trials as JSON objects. `relative` is a trial's score divided by the best trial's score."""
+    """Return all trials as JSON. `relative` is a trial's score divided by the best trial's score."""
     relative = relative_scores(history)
     return [{**_trial_json(trial), "relative": relative.get(trial.setting)} for trial in history.trials()]
 

@@ -1,5 +1,3 @@
-"""Report of a search in a terminal and as an HTML page: tables, charts and sentences."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,7 +24,6 @@ _BUDGET_AXIS = "max_num_batched_tokens, logarithmic"
 
 
 def show(outcome: TuneOutcome, *, definitions: bool) -> None:
-    """Print the report and, with `definitions`, the definitions of its figures."""
     report_content.show(_content(outcome), definitions=definitions)
 
 
@@ -40,7 +37,6 @@ def say_profile(outcome: TuneOutcome, profile: Path | None) -> None:
 
 
 def page(outcome: TuneOutcome, profile: Path | None) -> str:
-    """Return the report as an HTML page."""
     title = f"llmsched tune: {outcome.task.model}"
     return report_content.report_page(
         title, [_content(outcome)], as_json(outcome, profile), str(outcome.device.get("name", "unknown"))
@@ -67,7 +63,6 @@ def _content(outcome: TuneOutcome) -> ReportContent:
 
 
 def _summary(outcome: TuneOutcome) -> list[tuple[str, str]]:
-    """Return the best setting, its knee and latency, and the gain over the default; empty if no setting was chosen."""
     if (best := best_trial(outcome.history)) is None:
         return []
     over, knee = gain(outcome), outcome.rates.best.met
@@ -126,7 +121,6 @@ def _cell(value: float | None, factor: float, digits: int = 1) -> str:
 
 
 def _rate_tables(outcome: TuneOutcome) -> list[Table]:
-    """Return a table that compares the default with the best setting at each rate; empty if none was compared."""
     slo, best, rows = outcome.task.slo, best_trial(outcome.history), outcome.rates.rows
     if best is None or not rows:
         return []

@@ -56,12 +56,12 @@ Target = TypeVar("Target")
 
 @dataclass(frozen=True, slots=True)
 class TuneTask:
-    """Task of one `llmsched tune` command: the model, the load and SLOs, and the limits of the search.
+    """Model, load and SLOs of one `llmsched tune` command, and the limits of its search.
 
     The best settings get up to `rounds` full runs. `timeout` limits each request and `time_limit` the whole search,
     both in seconds. `smallest` is the smallest token budget to try. The profile is written to `destination`, and the
-    search journal beside it. With `resume` the search continues from that journal. With `warm_start` it starts from the
-    latest profile of the same model and device.
+    search journal beside it. `resume` continues from that journal; `warm_start` starts from the latest profile of the
+    same model and device.
     """
 
     model: str
@@ -267,8 +267,8 @@ def _default(task: TuneTask, config: ResolvedConfig) -> Setting:
 def _warm_start(task: TuneTask, profile: str, start: Setting, config: ResolvedConfig) -> tuple[Setting, str]:
     """Return `start` with the profile's knob values, and a note for the user that says if the profile was used.
 
-    A value is not used if it is above the search's limit or if a flag sets the knob. A profile with an invalid value is
-    not used at all.
+    A value above the search's limit and a knob that a flag sets are left as they are. A profile with an invalid value
+    is not used at all.
     """
     limits = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     fixed = task.options.given.keys() - {"max_num_batched_tokens"}
