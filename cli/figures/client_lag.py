@@ -55,7 +55,7 @@ async def _watch(interval: float, lags: list[LoopLag]) -> None:
         await asyncio.sleep(interval)
         # The client caused at most as much lag as this thread used CPU time. The machine caused the rest.
         fired, own = now(), computed() - before
-        while True:
+        while True:  # a long delay counts once per timer that fell due in it
             late = max(0.0, fired - due)
             lags.append(LoopLag(due, late, max(0.0, late - own)))
             if (due := due + interval) >= fired:

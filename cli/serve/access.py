@@ -1,5 +1,3 @@
-"""Access control: API keys, the key for administrative routes, and the allowed Host and Origin headers."""
-
 from __future__ import annotations
 
 import hmac
@@ -20,8 +18,8 @@ class Access:
     """Access rules of a server. `client` and `admin` are FastAPI dependencies, which run before a body is read.
 
     `loopback` is True if only programs on this machine can connect. Without an API key, such a server refuses requests
-    from web pages in the user's browser: requests whose Host or Origin is neither this machine nor in `allowed_hosts`.
-    Pages from `cors_origins` are allowed.
+    whose Host or Origin is neither this machine nor in `allowed_hosts`, because a web page in the user's browser may
+    have sent them. Pages from `cors_origins` are allowed.
     """
 
     api_key: str | None = None
@@ -85,10 +83,7 @@ class Access:
 
 
 def checked_key(option: str, key: str | None) -> str | None:
-    """Return `key` without the white space around it, which environment files often add. None stays None.
-
-    Raises ConfigError for the setting `option` if the key is empty or cannot be sent in a header.
-    """
+    """Return `key` without spaces around it. Raises ConfigError if the key is empty or cannot be sent in a header."""
     if key is None:
         return None
     key = key.strip()

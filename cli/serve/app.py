@@ -1,5 +1,3 @@
-"""HTTP application: its routes, API keys and error answers."""
-
 from __future__ import annotations
 
 import time
@@ -25,7 +23,7 @@ from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
 from llmsched.cli.serve.preparation_turns import PreparationTurns
-from llmsched.cli.serve.prepare import PreparedPrompt, Preparer
+from llmsched.cli.serve.prompt_preparation import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import (
     CLASS_HEADER,
     MAX_VALUES,
@@ -139,8 +137,6 @@ def _model_routes(served: _ServedModel) -> APIRouter:
 
 
 class _ServedModel:
-    """Served model: its description for /v1/models, and the answers to generation requests."""
-
     def __init__(self, engine: AsyncEngine, model_name: str, limits: HttpLimits) -> None:
         self.limits = limits
         self.preparer = Preparer(engine.core)
@@ -194,7 +190,6 @@ class _ServedModel:
         prepare: Callable[[G], Iterator[PreparedPrompt]],
         make_format: Callable[[G, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
-        """Return the answer to a request. A refused request gets an error status, even if it asks for a stream."""
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         self._engine.check_queue()

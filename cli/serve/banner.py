@@ -1,5 +1,3 @@
-"""Start-up banner of `serve`: the model, its memory, limits and defaults, and the URL."""
-
 from __future__ import annotations
 
 import socket
@@ -64,7 +62,6 @@ def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> l
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """Return the rows about memory: the planned size of each part, and its measured size if there is one."""
     if plan.measured is None:
         parts = [("weights", human_bytes(plan.weights_bytes)), ("activations", human_bytes(plan.activation_bytes))]
     else:
@@ -82,7 +79,6 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def predicted_and_actual(part: Reconciled) -> str:
-    """Return a text with the predicted and the actual size of one part of the memory."""
     predicted = f"{human_bytes(part.predicted)} predicted"
     if part.actual is None:
         return f"{predicted}, not counted on a CPU"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from llmsched.cli.serve.prepare import PreparedPrompt
+from llmsched.cli.serve.prompt_preparation import PreparedPrompt
 from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from llmsched.engine.request import RequestOutput, TokenLogprob
 from llmsched.engine.text.detokenizer import Detokenizer
@@ -39,15 +39,13 @@ class TokenWriter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def raw(self, token_id: int) -> list[int]:
-        """Return the token's bytes."""
         return list(self._tokenizer.token_bytes(token_id))
 
     def emitted(self, token_id: int, piece: str, skip_special_tokens: bool) -> list[int]:
         """Return the bytes that a generated token adds to the text. Joined for all tokens, they decode to the text.
 
         With a byte-level tokenizer, these are the token's own bytes. With another tokenizer, the text that a token adds
-        depends on its context (a leading space is stripped, a run of byte-fallback tokens is one character), so these
-        are the bytes of `piece`.
+        depends on its context, so these are the bytes of `piece`.
         """
         if skip_special_tokens and self._tokenizer.is_special(token_id):
             return []
@@ -106,8 +104,7 @@ class ChoiceFormat(ABC):
 
     @property
     @abstractmethod
-    def has_logprobs(self) -> bool:
-        """True if the request asks for log-probabilities."""
+    def has_logprobs(self) -> bool: ...
 
     def opening(self) -> Iterable[dict[str, Any]]:
         """Yield the choices that a stream sends before the first output, one per chunk."""

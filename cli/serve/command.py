@@ -1,5 +1,3 @@
-"""`llmsched serve`: serve a model over an OpenAI-compatible HTTP API until a signal ends it."""
-
 from __future__ import annotations
 
 import asyncio

@@ -41,7 +41,7 @@ class ConnectionPool:
     """Pool of open connections: at most `limit`, and a few more for probes of /health and /metrics.
 
     Connections in `new` have not sent a request yet, those in `busy` wait for an answer, and those in `idle` have got
-    their answer. At the limit, a new connection replaces the oldest in `new`, or else the oldest in `idle`.
+    their answer.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -80,24 +80,20 @@ class ConnectionPool:
         return len(self.busy) > self.limit
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an error on the event loop. If a connection cannot be accepted, only log it: asyncio tries again."""
+        """Log an error if a connection cannot be accepted, because asyncio tries again."""
         if "socket" in context and isinstance(error := context.get("exception"), OSError):
             self._log(f"cannot accept connections: {error.strerror or error}")
         else:
             loop.default_exception_handler(context)
 
     def _log(self, message: str) -> None:
-        """Log a warning, at most one per minute."""
         if time.monotonic() - self._last_log >= _LOG_INTERVAL_S:
             self._last_log = time.monotonic()
             logger.warning("%s", message)
 
 
 class Connection(HttpToolsProtocol):
-    """HTTP/1.1 connection that bounds the time and the cost of each part of a request.
-
-    httptools parses in C, so small chunks cost little. This class adds limits on the headers and the chunks.
-    """
+    """HTTP/1.1 connection that bounds the time and the cost of each part of a request."""
 
     def __init__(self, pool: ConnectionPool, **given: Any) -> None:
         super().__init__(**given)
@@ -309,10 +305,7 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """Close the connection after its answer, but let a client that is still sending read the answer first.
-
-        Closing at once would reset the connection, and the client would lose the answer.
-        """
+        """Close the connection after its answer, but let a client that is still sending read the answer first."""
         self._discards = True
         if self._deadline is not None:
             self._deadline.cancel()
@@ -328,10 +321,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _write_now(connection: Connection, part: bytes) -> bool:
-    """Write a part of an answer that is sent in chunks. Return False, and write nothing, if the client is behind.
-
-    This costs a fraction of ASGI's `send`, which passes through every layer of the application.
-    """
+    """Write a part of an answer that is sent in chunks. Return False, and write nothing, if the client is behind."""
     cycle = connection.cycle
     if connection.pipeline or connection.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
         return False
@@ -340,11 +330,7 @@ def _write_now(connection: Connection, part: bytes) -> bool:
 
 
 async def _ping(connection: Connection) -> None:
-    """Send bytes that clients ignore to a client that has ended its data, after each delay in _PINGS_S.
-
-    The client may still read, or may have closed the connection. To find out, the server must send something: if the
-    client has closed the connection, the network reports an error.
-    """
+    """Send bytes that clients ignore to a client that has ended its data, to find out if it still reads."""
     for delay in _PINGS_S:
         await asyncio.sleep(delay)
         cycle = connection.cycle

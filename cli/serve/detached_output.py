@@ -32,8 +32,7 @@ class DetachedStream:
             self._pending.put_nowait(text)
         return len(text)
 
-    def flush(self) -> None:
-        """Do nothing: the thread flushes each text."""
+    def flush(self) -> None: ...
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all texts are written, for at most `timeout_s` seconds."""
@@ -67,8 +66,7 @@ def detached_output() -> Iterator[None]:
 def leave(code: int) -> NoReturn:
     """End the process with this exit code, after a short wait for pending output.
 
-    Skip the interpreter's own teardown, because it takes seconds with gigabytes of tensors and waits for threads that
-    hang.
+    The interpreter's own teardown takes seconds with gigabytes of tensors and waits for threads that hang.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, DetachedStream):

@@ -1,5 +1,3 @@
-"""Server-sent events: their bytes, and the response that streams them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -32,16 +30,15 @@ def json_line(content: Any) -> bytes:
 
 
 def event(content: Any) -> bytes:
-    """Return a server-sent event with JSON data."""
     return b"data: " + json_line(content) + b"\n\n"
 
 
 class EventStream(Response):
     """Response that streams events. It calls `close` when the stream ends or fails, or the client disconnects.
 
-    `events` returns the events. Its argument is a function that sends an event at once and returns True; if it returns
-    False, it has sent nothing, and `events` must yield the event. After `keep_alive_s` seconds without an event (0:
-    never), the response sends a comment, so that proxies keep the connection.
+    `events` gets a function that sends an event at once and returns True; if it returns False, it has sent nothing, and
+    `events` must yield the event. After `keep_alive_s` seconds without an event (0: never), the response sends a
+    comment, so that proxies keep the connection.
     """
 
     def __init__(

@@ -1,5 +1,3 @@
-"""HTTP route /v1/requests/ID/explain: the scheduler's decisions about a request."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -27,7 +25,7 @@ class AnswerIds(dict[str, str]):
 
 
 def explain_route(engine: AsyncEngine, answer_ids: AnswerIds, max_choices: int) -> APIRouter:
-    """Return the route, which takes the id of an answer or the X-Request-Id of its request.
+    """Return the route /v1/requests/ID/explain, where ID is the id of an answer or the X-Request-Id of its request.
 
     `max_choices` is the largest number of prompts that a request can have.
     """

@@ -1,5 +1,3 @@
-"""Generation: the run of one HTTP request on the engine, answered as a whole or as server-sent events."""
-
 from __future__ import annotations
 
 import asyncio
@@ -76,7 +74,6 @@ class Generation:
             raise
 
     def abort(self) -> None:
-        """Abort the prompts that are still running."""
         for stream in self._streams:
             stream.abort()
 
@@ -207,7 +204,7 @@ class Generation:
 
 
 def _failure(output: RequestOutput) -> ApiError | None:
-    """Return the error to report if the output says that its choice failed or was aborted, else None."""
+    """Return the error to report if the output says that its choice failed or was aborted."""
     if output.finish_reason is FinishReason.ERROR:
         return ApiError(500, f"the request failed: {output.error}", code="generation_failed")
     if output.finish_reason is FinishReason.ABORT:

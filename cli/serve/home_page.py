@@ -15,7 +15,6 @@ def commands_to_try(url: str, *, has_key: bool) -> tuple[str, str]:
 
 
 def home_page(url: str, *, has_key: bool) -> str:
-    """Return the page as HTML. `url` is the address of the server as the browser knows it, without a path."""
     page = Page("llmsched")
     page.say("This server answers requests of OpenAI's API. Give a client this base URL:")
     page.example(f"{url}/v1")

@@ -1,5 +1,3 @@
-"""Bodies of HTTP requests: the size limit, and disconnects of the client while a request is served."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Limits of HTTP connections and bodies, as flags of `llmsched serve`. EngineConfig has the limits of the queue."""
-
 from __future__ import annotations
 
 import sys
@@ -21,7 +19,7 @@ _SPARE_FILES = 80
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits that hold for every client. Times are in seconds, sizes in bytes."""
+    """Limits that hold for every client, as flags of `llmsched serve`. Times are in seconds, sizes in bytes."""
 
     max_connections: Annotated[
         int | None,

@@ -1,5 +1,3 @@
-"""Lifecycle of the serving process: listen, serve, drain, exit."""
-
 from __future__ import annotations
 
 import asyncio
@@ -53,11 +51,8 @@ class PortInUseError(LlmschedError):
 def listen(host: str, port: int) -> list[socket.socket]:
     """Return sockets that listen on all addresses of `host`, IPv4 first. Port 0 picks one free port for all of them.
 
-    An address that this machine lacks is left out if there is another: "localhost" may have an IPv6 address although
-    the machine has no IPv6. Raises PortInUseError on failure.
-
-    Call this before the model is loaded: clients that connect meanwhile wait until they are served. A socket that is
-    bound but does not listen would not reserve the address for this process. An IPv6 address may have brackets.
+    An address that this machine lacks is left out if there is another. Raises PortInUseError on failure. Call this
+    before the model is loaded, so that clients that connect meanwhile wait until they are served.
     """
     host = host.removeprefix("[").removesuffix("]")
     listeners: list[socket.socket] = []
@@ -96,10 +91,10 @@ def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
 class Server(uvicorn.Server):
     """HTTP server of an engine. `serve` runs until a signal arrives or the engine fails; then `exit_code` is set.
 
-    After the first SIGTERM or SIGINT, /health and new requests get 503. Running requests have `grace_s` seconds to
-    finish; those that take longer end with an error. A second signal ends the process at once. `serve` returns at most
-    2 seconds after the grace period, even if the engine hangs; its thread then still runs, so end the process with
-    `os._exit`. The exit code is 0 after draining, even if requests were cut off, and 1 if the engine failed or hangs.
+    After the first SIGTERM or SIGINT, /health and new requests get 503, and running requests have `grace_s` seconds to
+    finish. A second signal ends the process at once. `serve` returns at most 2 seconds after the grace period, even if
+    the engine's thread hangs, so end the process with `os._exit`. The exit code is 1 if the engine failed or hangs,
+    else 0.
 
     The server calls `on_ready` when it accepts connections, and `on_drain` when the grace period begins.
     """
@@ -152,16 +147,13 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: begin to drain at the first, and end the process at the second."""
+        """Begin to drain at the first signal, and end the process at the second."""
         if self._is_stopping:
             os._exit(128 + sig)
         self._is_stopping = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Begin to drain after a signal or an engine failure; return True once the connections may be closed.
-
-        uvicorn calls this about every 0.1 seconds.
-        """
+        """Begin to drain after a signal or an engine failure; return True once the connections may be closed."""
         self._engine.diagnose()
         if self._draining is None and (self._is_stopping or not self._engine.healthy):
             self._draining = asyncio.create_task(self._drain())

@@ -1,5 +1,3 @@
-"""ASGI middleware: an id for each request, and CORS for web pages of other origins."""
-
 from __future__ import annotations
 
 import logging
@@ -28,8 +26,8 @@ def new_id() -> str:
 class RequestIds:
     """ASGI middleware that gives each request an id, `request.state.request_id`, and sends it back as X-Request-Id.
 
-    The id is the client's X-Request-Id if it is valid, else a new unique one. If the application raises an exception,
-    the middleware logs it with the id and does not raise it again.
+    The id is the client's X-Request-Id if it is valid, else a new one. If the application raises an exception, the
+    middleware logs it with the id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -66,7 +64,7 @@ def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
 def read_origins(text: str | None) -> list[str]:
     """Return the origins in a text such as "https://a.example,http://localhost:3000"; "*" stands for all origins.
 
-    None gives an empty list. Raises ConfigError for a text that is not an origin.
+    Raises ConfigError for a text that is not an origin.
     """
     origins = [origin.strip().lower() for origin in text.split(",")] if text is not None else []
     for origin in origins:

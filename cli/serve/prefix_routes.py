@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from llmsched.cli import render
 from llmsched.cli.serve.api_errors import ApiError, json_response
-from llmsched.cli.serve.prepare import Preparer
+from llmsched.cli.serve.prompt_preparation import Preparer
 from llmsched.cli.serve.protocol import PrefixRequest, parse
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, RequestError
@@ -71,12 +71,9 @@ def prefix_cache_routes(
 
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
-    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and the `change` between prompts, if any.
-
-    A prefix that is cached for another tenant (OTHER_SALT) counts as not cached (COLD), because a tenant must not learn
-    what other tenants have sent.
-    """
+    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and the `change` between prompts, if any."""
     misses = dict(stats.prefix_misses)
+    # A tenant must not learn what other tenants have sent.
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
     queried, hit = stats.prefix_queried_tokens, stats.prefix_hit_tokens
     changed: dict[str, Any] | None = None

@@ -1,5 +1,3 @@
-"""Parsing and tokenising of requests in turns, so that one large request does not delay the others."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +14,7 @@ _TURN_S = 0.01
 
 
 class PreparationTurns:
-    """Threads that requests use in turns: a request whose turn is over goes to the end of the queue.
+    """Threads that parse and tokenise requests in turns: a request whose turn is over goes to the end of the queue.
 
     Large requests have threads of their own, so that small ones never wait for them.
     """

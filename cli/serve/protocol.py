@@ -43,8 +43,6 @@ R = TypeVar("R", bound="Schema")
 
 
 class Schema(BaseModel):
-    """Strict base class: no conversions, no unknown fields, no NaN or infinity."""
-
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     #: Fields of the API that this server does not support -> the only value that it accepts, besides null.
@@ -64,10 +62,7 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return a list of prompts, each a text or a list of token ids.
-
-    Raises one error for the whole field. pydantic's own check of a union would report one for each element.
-    """
+    """Return a list of prompts, each a text or a list of token ids. Raises one error for the whole field."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -235,7 +230,7 @@ class Message(ChatData):
     def _usual_form(cls, value: Any) -> Any:
         """Fill in the content that an assistant or a tool may leave out, and convert functions to tools.
 
-        Raises an error if a field has content that the model cannot get (_CONTENT_FIELDS, such as images).
+        Raises an error if a field has content that the model cannot get, such as images.
         """
         if not isinstance(value, dict):
             return value
@@ -357,11 +352,7 @@ def _num_values(text: bytes, start: int = 0, end: int | None = None) -> int:
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    """Return the error of the first bad field.
-
-    For a union (text or list), pydantic reports an error for each member. The client probably meant the member
-    whose error is the most deeply nested.
-    """
+    """Return the error of the first bad field."""
     details = error.errors(include_url=False)
     first = details[0]["loc"][:1]
     detail = max((d for d in details if d["loc"][:1] == first), key=lambda d: len(d["loc"]))

@@ -1,5 +1,3 @@
-"""Status line of `serve`: load, speed and latency of the last seconds, logged while there is traffic."""
-
 from __future__ import annotations
 
 import asyncio

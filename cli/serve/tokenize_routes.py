@@ -1,5 +1,3 @@
-"""HTTP routes /tokenize and /detokenize, with vLLM's fields."""
-
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -10,7 +8,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from llmsched.cli.serve.api_errors import json_response
-from llmsched.cli.serve.prepare import Preparer, dumped
+from llmsched.cli.serve.prompt_preparation import Preparer, dumped
 from llmsched.cli.serve.protocol import Int, Message, ModelRequest, TemplateOptions
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import RequestError
@@ -28,13 +26,11 @@ class TokenizeRequest(TemplateOptions, ModelRequest):
 
 
 class DetokenizeRequest(ModelRequest):
-    """Body of POST /detokenize."""
-
     tokens: Annotated[list[Int], Field(fail_fast=True)]
 
 
 def tokenize_routes(engine: Engine, preparer: Preparer, prepare: Callable[..., Awaitable[Any]]) -> APIRouter:
-    """Return the routes /tokenize and /detokenize (POST). A text is refused only if it surely exceeds the context."""
+    """Return the routes /tokenize and /detokenize (POST), with vLLM's fields."""
     router = APIRouter()
     tokenizer, last = engine.tokenizer, engine.model.vocab_size - 1
 

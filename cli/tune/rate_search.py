@@ -144,8 +144,7 @@ class RateSearch:
         return preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top], self.default).setting
 
     async def _compare(self, best: Setting, name: JudgedBy, unit: float | None) -> None:
-        """Run the default and `best` under the given load and at multiples of the rate `unit`, and add rows of results.
-        """
+        """Run the default and `best` under the given load and at multiples of the rate `unit`. Add rows of results."""
         if self.rates.compared is None:
             done = [setting for setting in (self.default, best) if self.history.runs.get(setting)]
             self.finder.trials |= {(setting, None): self.history.trial(setting) for setting in done}

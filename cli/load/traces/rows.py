@@ -38,7 +38,7 @@ _LONGEST_WORD = 12
 
 
 class TraceError(LlmschedError):
-    pass
+    """Error for a trace that cannot be read or used."""
 
 
 class Row:

@@ -81,10 +81,7 @@ class Preparer:
         yield [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
     def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """Return the token ids of a chat.
-
-        Raises RequestError as render_chat does, and for a chat whose text surely exceeds the context.
-        """
+        """Return the token ids of a chat. Raises RequestError if it is surely too long or the template refuses it."""
 
         def check(text: str) -> None:
             self._refuse_surely_too_long(text, "messages")
@@ -101,7 +98,6 @@ class Preparer:
         return self._tokenizer.encode(text, add_special_tokens, escaped=not parse_special)
 
     def _refuse_surely_too_long(self, text: str, param: str) -> None:
-        """Raise RequestError if `text` certainly exceeds the context."""
         at_least = self._tokenizer.least_tokens(text)
         if at_least > self._max_model_len:
             raise RequestError(
@@ -114,10 +110,7 @@ class Preparer:
     def _sampling(
         self, request: GenerationRequest, prompt_tokens: int, default_max_tokens: int, extra: dict[str, Any]
     ) -> SamplingParams:
-        """Return the sampling parameters. Omitted fields come from generation_config.json, else the API's defaults.
-
-        A default of max_tokens is cut to the rest of the context, and a default of min_tokens to max_tokens.
-        """
+        """Return the sampling parameters. Omitted fields come from generation_config.json, else the API's defaults."""
         fields = {"max_tokens": default_max_tokens, **self._defaults, **request.sampling_fields(), **extra}
         if (most := request.most_tokens) is None:
             most = min(fields["max_tokens"], max(1, self._max_model_len - prompt_tokens))
