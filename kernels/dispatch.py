@@ -8,14 +8,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from llmsched.kernels.reference import AttentionOptions
+    from llmsched.kernels.reference import AttentionOptions, AttentionShape, Int32, Put
 
 BackendName = Literal["triton", "cpu", "reference"]
 ENVIRONMENT_VARIABLE = "LLMSCHED_KERNELS"
@@ -34,6 +36,8 @@ def paged_attention(
     block_tables: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
+    *,
+    work: Any = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Compute `reference.paged_attention` with the backend of the query's device.
@@ -63,8 +67,17 @@ def paged_attention(
             raise ValueError(f"{name} are {tuple(option.shape)}; allowed is one number for each of {heads} heads")
     backend = load_backend(backend_name(query.device.type))
     batch = (query, key_cache, value_cache, block_tables, cu_seqlens_q, context_lens)
-    output: Tensor = backend.paged_attention(*batch, **options)
+    output: Tensor = backend.paged_attention(*batch, work=work, **options)
     return output
+
+
+def prepare_attention(
+    layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
+) -> list[Any]:
+    """Compute `reference.prepare_attention` with the backend of the device, once for all layers of a step."""
+    backend = load_backend(backend_name(device.type))
+    works: list[Any] = backend.prepare_attention(layers, cu_seqlens_q, context_lens, device, put)
+    return works
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -10,15 +10,34 @@ a block table after the context, or before a sliding window, are never read.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Literal, Required, TypedDict
+from typing import Any, Literal, NamedTuple, Required, TypedDict
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 #: Activation functions of gated MLPs; gelu_tanh is GELU with the approximation by tanh.
 Activation = Literal["silu", "gelu_tanh"]
+
+
+Int32 = npt.NDArray[np.int32]
+#: Function that copies a named array to the device and returns the copy.
+Put = Callable[[str, npt.NDArray[np.generic]], Tensor]
+
+
+class AttentionShape(NamedTuple):
+    """Shape of one layer's attention. An element of the query has `item_size` bytes."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    item_size: int
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -44,7 +63,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
-    work: None = None,
+    work: Any = None,
 ) -> Tensor:
     """Return the causal attention of a packed batch over a paged KV cache that already holds the new keys and values.
 
@@ -57,7 +76,8 @@ def paged_attention(
     `window`, to the keys p - window + 1 to p (transformers' `sliding_window`). Query head h uses KV head h // (heads //
     kv_heads).
 
-    `work` is the result of the same backend's `prepare_attention` for this batch and window, which may save time.
+    `work` is the layer's result of the same backend's `prepare_attention` for this batch. Without `work`, the backend
+    prepares it for this call, for which a GPU's backend waits for the device.
 
     - softcap: a scaled score s becomes softcap * tanh(s / softcap) (Gemma-2).
     - sinks: each head's sink is one more logit in the denominator of the softmax, without a value (gpt-oss).
@@ -93,11 +113,18 @@ def paged_attention(
     return output
 
 
-def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> None:
-    """Return what `paged_attention` takes as `work`, the same for all layers with this window.
+def prepare_attention(
+    layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
+) -> list[Any]:
+    """Return for each layer what `paged_attention` takes as `work`; layers of the same shape share an object.
 
-    The reference returns None, because it has nothing to prepare.
+    `cu_seqlens_q` and `context_lens` are on the host. `put` copies arrays to `device`. If each of B sequences has one
+    new token, the names and shapes of these arrays depend only on B and `layers`. Then the launches of
+    `paged_attention` depend on nothing else, so a CUDA graph can replay them over new contents of the same arrays.
+
+    The reference has nothing to prepare.
     """
+    return [None] * len(layers)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

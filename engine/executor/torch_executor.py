@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -28,6 +29,7 @@ from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.kernels.dispatch import prepare_attention
 
 #: Sampling parameters of rehearsals.
 _GREEDY = SamplingParams(temperature=0)
@@ -224,12 +226,22 @@ class TorchExecutor(Executor):
         if pending_ids is not None:
             ends = batch.cu_seqlens_q[1:][batch.pending_rows].astype(np.int64) - 1
             input_ids.index_copy_(0, to_device(ends, self.device), pending_ids)
-        placement = (batch.slot_mapping, batch.block_tables, batch.cu_seqlens_q, batch.context_lens)
-        context = PagedContext(self._cache, *(to_device(array, self.device) for array in placement))
+        put = self._put
+        context = PagedContext(
+            self._cache,
+            put("slot_mapping", batch.slot_mapping),
+            put("block_tables", batch.block_tables),
+            put("cu_seqlens_q", batch.cu_seqlens_q),
+            put("context_lens", batch.context_lens),
+            prepare_attention(self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, put),
+        )
         # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
         every_token |= len(batch.sampling_rows) == len(batch.input_ids)
         logit_rows = None if every_token else to_device(batch.logit_rows, self.device)
         return self._model.forward(input_ids, positions, context, logit_rows)
+
+    def _put(self, _: str, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return to_device(array, self.device)
 
     def warmup(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import BloomForCausalLM
 
 from llmsched.engine.model.paged import LayerShape, PagedContext
+from llmsched.kernels.reference import AttentionShape
 
 
 class BloomModel:
@@ -29,6 +30,8 @@ class BloomModel:
         self.heads: int = config.n_head
         self.head_dim: int = config.hidden_size // config.n_head
         self.layers = [LayerShape(self.heads, self.head_dim, self.head_dim)] * config.n_layer
+        shape = AttentionShape(self.heads, *self.layers[0], item_size=model.dtype.itemsize)
+        self.attention = [shape] * config.n_layer
         self.vocab_size: int = config.vocab_size
         self._slopes = alibi_slopes(self.heads).to(model.device)
         self._model: Any = model

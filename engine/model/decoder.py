@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,7 +23,8 @@ from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.paged import KVCache, PagedContext, PagedModel
 from llmsched.engine.model.probe import AttentionCall
 from llmsched.engine.model.structure import LayerParts, UnknownStructureError, read_structure
-from llmsched.kernels.dispatch import backend_name, load_backend
+from llmsched.kernels.dispatch import backend_name, load_backend, prepare_attention
+from llmsched.kernels.reference import Put
 
 #: Number of tokens for which the decoder compares its logits with the model's.
 TRIAL_TOKENS = 16
@@ -72,11 +74,10 @@ class FusedDecoder:
 
     def __init__(self, model: PreTrainedModel, plain: PagedModel, calls: Sequence[AttentionCall]) -> None:
         parts = read_structure(model)
-        self.layers, self.vocab_size = plain.layers, plain.vocab_size
+        self.layers, self.attention, self.vocab_size = plain.layers, plain.attention, plain.vocab_size
         self._parts, self._device, self._dtype = parts, model.device, parts.norm.dtype
         self._kernels: Any = load_backend(backend_name(model.device.type))
         self._norm_options = {"eps": parts.rule.eps, "offset": parts.rule.offset}
-        self._windows = {call.shape.window for call in calls}
         #: Different rotary embeddings, by the name with which the model asks for them; False stands for none.
         self._rotaries: list[str | bool | None] = list(dict.fromkeys(_rotary(layer) for layer in parts.layers))
         _check_calls(
@@ -112,21 +113,20 @@ class FusedDecoder:
         linear = kernels.linear
         lengths = (context.cu_seqlens_q, context.context_lens)
         slots, block_tables = context.slot_mapping.unbind(0), context.block_tables.unbind(0)
-        works = {window: kernels.prepare_attention(*lengths, window) for window in self._windows}
         residual = self._parts.embed(input_ids)
         tables = self._tables(residual, positions)
         normed = kernels.add_norm(residual, None, self._parts.layers[0].attention_norm, **rule)
         for index, layer in enumerate(self._layers):
             keys, values, group = context.cache.of_layer(index)
-            shape, scale, softcap, _ = layer.call
             cos, sin = tables[layer.rotary]
+            call = layer.call
             # Each tensor is an argument or replaces `branch`, so that none is kept longer than the memory plan says.
             branch = kernels.rotate_and_write(
                 linear(normed, *layer.project), cos, sin, keys, values, slots[group], **layer.head_norms
             )
             branch = kernels.paged_attention(
                 branch, keys, values, block_tables[group], *lengths,
-                scale=scale, window=shape.window, softcap=softcap, work=works[shape.window],
+                work=context.works[index], scale=call.scale, window=call.shape.window, softcap=call.softcap,
             )  # fmt: skip
             branch = linear(branch.flatten(1), *layer.output)
             normed = kernels.add_norm(residual, branch, layer.middle_norm, branch_weight=layer.attention_norm, **rule)
@@ -156,10 +156,13 @@ class FusedDecoder:
         logits = []
         for model in (plain, self):
             cache = KVCache.allocate(self.layers, 1, KVLayout(count), self._dtype, device)
-            lengths = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, count], [count])]
+            bounds, contexts = np.array([0, count], np.int32), np.array([count], np.int32)
+            put: Put = lambda _, array: torch.tensor(array, device=device)  # noqa: E731
+            works = prepare_attention(self.attention, bounds, contexts, device, put)
             tables = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
             with torch.inference_mode():
-                context = PagedContext(cache, positions[None], tables, *lengths)
+                lengths = put("bounds", bounds), put("contexts", contexts)
+                context = PagedContext(cache, positions[None], tables, *lengths, works)
                 logits.append(model.forward(ids, positions, context, None).float())
         expected, found = logits
         spread = (expected - expected.mean(1, keepdim=True)).norm()
@@ -177,8 +180,9 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
 
     `rotated` has the number of rotated dimensions of a head for each rotary embedding.
     """
-    for shape, _, _, has_sinks in calls:
-        if has_sinks:
+    for call in calls:
+        shape = call.shape
+        if call.has_sinks:
             raise UnknownStructureError("attention has sinks")
         if shape.key_dim != shape.value_dim:
             raise UnknownStructureError("keys and values differ in width")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, Unpack
 
 import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.kernels.dispatch import paged_attention, write_kv
-from llmsched.kernels.reference import AttentionOptions
+from llmsched.kernels.reference import AttentionOptions, AttentionShape
 
 
 class LayerShape(NamedTuple):
@@ -106,13 +106,17 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """KV cache, and the arrays of a PackedBatch that locate the batch in the cache, as tensors on the device."""
+    """KV cache, and the arrays of a PackedBatch that locate the batch in the cache, as tensors on the device.
+
+    `works` has each layer's result of `prepare_attention`.
+    """
 
     cache: KVCache
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
+    works: ListLike[Any]
 
     def attend(
         self,
@@ -135,15 +139,17 @@ class PagedContext:
             self.block_tables[group],
             self.cu_seqlens_q,
             self.context_lens,
+            work=self.works[layer],
             **options,
         )
 
 
 class PagedModel(Protocol):
-    """Model that runs over the paged KV cache. `layers` has the KV shape of each layer."""
+    """Model that runs over the paged KV cache. `layers` and `attention` have the shapes of each layer."""
 
     implementation: Literal["fused", "transformers"]
     layers: list[LayerShape]
+    attention: list[AttentionShape]
     vocab_size: int
 
     def forward(

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.paged import LayerShape
+from llmsched.kernels.reference import AttentionShape
 
 IMPLEMENTATION = "llmsched_probe"
 
@@ -39,12 +40,21 @@ FULL, UNKNOWN = 0, -1
 
 
 class AttentionCall(NamedTuple):
-    """Arguments with which a layer calls attention: the shape of its KV, and options of `paged_attention`."""
+    """Arguments with which a layer calls attention: the shape of its KV, options of `paged_attention`, and its queries.
+
+    The query has `heads` heads, and its elements have `item_size` bytes.
+    """
 
     shape: LayerShape
     scale: float
     softcap: float | None
     has_sinks: bool
+    heads: int
+    item_size: int
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(self.heads, *self.shape, self.item_size)
 
 
 def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
@@ -136,7 +146,7 @@ def recording_attention(
             )
     shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    paged_context[layer] = AttentionCall(shape, scale, softcap, s_aux is not None)
+    paged_context[layer] = AttentionCall(shape, scale, softcap, s_aux is not None, query.shape[1], query.element_size())
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

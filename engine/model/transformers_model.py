@@ -37,6 +37,7 @@ class TransformersModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.calls, self.vocab_size = probe(model)
         self.layers = [call.shape for call in self.calls]
+        self.attention = [call.attention for call in self.calls]
         set_attention(model, IMPLEMENTATION)
         self._model = model
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters

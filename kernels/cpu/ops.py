@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -14,7 +15,7 @@ from llmsched.kernels.cpu.compiled import num_compiled as num_compiled
 from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, RowList, attend_rows, list_rows
 from llmsched.kernels.cpu.prefill_attention import attend_chunk
 from llmsched.kernels.cpu.products import linear as linear
-from llmsched.kernels.reference import Activation, AttentionOptions
+from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
 
 #: Types of activations that the kernels write; ops on others use the reference.
 WRITTEN_TYPES = (torch.float32, torch.bfloat16)
@@ -32,9 +33,17 @@ class Work(NamedTuple):
     listed: RowList
 
 
-def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> Work:
-    """Return the work lists of a batch, which all layers with the same window share."""
-    bounds, contexts = cu_seqlens_q.numpy(), context_lens.numpy()
+def prepare_attention(
+    layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
+) -> list[Work]:
+    """Compute `reference.prepare_attention`. Layers with the same window share their work."""
+    works = {
+        window: list_work(cu_seqlens_q, context_lens, window=window) for window in {layer.window for layer in layers}
+    }
+    return [works[layer.window] for layer in layers]
+
+
+def list_work(bounds: Int32, contexts: Int32, *, window: int | None) -> Work:
     chunks = [
         (slice(bounds[sequence], bounds[sequence + 1]), sequence, int(contexts[sequence]))
         for sequence in (bounds[1:] - bounds[:-1] > MAX_ROW_QUERIES).nonzero()[0].tolist()
@@ -54,15 +63,12 @@ def paged_attention(
     work: Work | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention`. Raises ValueError unless the caches are float32, bfloat16 or float16.
-
-    `work` is the result of `prepare_attention`; without it, the work lists are made for this call.
-    """
+    """Compute `reference.paged_attention`. Raises ValueError unless the caches are float32, bfloat16 or float16."""
     check_dtype(key_cache)
     check_dtype(value_cache)
     options["sinks"], options["slopes"] = as_float32(options.get("sinks")), as_float32(options.get("slopes"))
     if work is None:
-        work = prepare_attention(cu_seqlens_q, context_lens, options.get("window"))
+        work = list_work(cu_seqlens_q.numpy(), context_lens.numpy(), window=options.get("window"))
     computed = query.dtype if query.dtype in WRITTEN_TYPES else torch.float32
     output = torch.empty(query.shape[0], query.shape[1], value_cache.shape[3], dtype=computed)
     for tokens, sequence, context in work.chunks:

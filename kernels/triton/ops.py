@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
 import triton
 from torch import Tensor
 
-from llmsched.kernels.reference import Activation, AttentionOptions
+from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
 from llmsched.kernels.reference import linear as linear
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
@@ -35,8 +36,11 @@ def num_compiled() -> int:
     return len(_compiled)
 
 
-def prepare_attention(cu_seqlens_q: Tensor, context_lens: Tensor, window: int | None) -> None:
+def prepare_attention(
+    layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
+) -> list[None]:
     """Do nothing: the kernel finds its work on the device."""
+    return [None] * len(layers)
 
 
 def paged_attention(

@@ -60,7 +60,7 @@ def executor(model: Any, **settings: Any) -> TorchExecutor:
 
 def test_shapes_come_from_the_model() -> None:
     shape = LayerShape(kv_heads=2, key_dim=32, value_dim=32)
-    assert probe(build_model("qwen3")) == ([AttentionCall(shape, 32**-0.5, None, False)] * 3, 320)
+    assert probe(build_model("qwen3")) == ([AttentionCall(shape, 32**-0.5, None, False, 4, 4)] * 3, 320)
     calls, _ = probe(from_type("deepseek_v3", **MLA))
     assert [call.shape for call in calls] == [LayerShape(kv_heads=4, key_dim=24, value_dim=12)] * 2
 
