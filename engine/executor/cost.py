@@ -1,4 +1,4 @@
-"""Models that compute the time of a step from its StepShape. Roofline models are in roofline.py."""
+"""Models of the time of a step, computed from its StepShape. Roofline models are in roofline.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepShape(NamedTuple):
     `kv_tokens` is the number of KV tokens that attention reads, summed over all rows; `prefill_kv_tokens` is the sum
     over prefill rows only. `prefill_pairs` is the number of (query, key) pairs of prefill rows: n s + n (n + 1) / 2 for
     n tokens after s tokens of context. The fields that begin with `window_` are the same numbers for sliding-window
-    layers. For a model without such layers, they have the same values as the fields without `window_`.
+    layers.
     """
 
     prefill_tokens: int
@@ -90,9 +90,8 @@ class FittedCost(NamedTuple):
                   + prefill_pair x (query, key) pairs of prefills + prefill_kv x KV tokens that prefills read
                   + the last three terms for sliding-window layers, if the model has such layers
 
-    Coefficients are in seconds per unit and at least 0. `knee` is a number of tokens. In a step of `knee` tokens, the
-    arithmetic of the matrix products takes as long as reading the weights. With fewer tokens the products take hardly
-    less time, and with more tokens their time grows in proportion.
+    Coefficients are in seconds per unit and at least 0. `knee` is the number of tokens for which the arithmetic of the
+    matrix products takes as long as reading the weights.
     """
 
     knee: float
@@ -130,12 +129,9 @@ def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
 
 
 class StepTimeModel:
-    """Model of the time of a step. The model is fitted while the engine serves:
+    """Model of the time of a step, fitted by least squares while the engine serves; older steps count less:
 
-        seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens
-
-    The coefficients come from a least-squares fit in which older steps count less. A coefficient that would be negative
-    is set to 0.
+    seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens
     """
 
     def __init__(self) -> None:
@@ -159,7 +155,7 @@ class StepTimeModel:
         self.num_steps += 1
 
     def predict(self, shape: StepShape) -> float:
-        """Return the predicted time, in seconds, of a step of this shape."""
+        """Return the predicted time of a step in seconds."""
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
@@ -178,10 +174,8 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Return the coefficients for the four numbers that `_terms` returns. All are at least 0.
-
-        The fit is repeated without the term of the most negative coefficient until no coefficient is negative.
-        """
+        """Return the four coefficients, all at least 0."""
+        # The fit is repeated without the term of the most negative coefficient until no coefficient is negative.
         if self._coefficients is None:
             active = [0, 1, 2, 3]
             while True:

@@ -22,11 +22,10 @@ Pairs = ListLike[tuple[int, int]]
 
 
 class HostBlocks:
-    """Pool of `num_blocks` blocks in host memory. They have the cache's data type, so swapping does not change values.
+    """Pool of `num_blocks` blocks in host memory, in the cache's data type.
 
-    Blocks that are swapped together are mostly consecutive in host memory, so each run of consecutive blocks is copied
-    at once. On a GPU, the host memory is page-locked and copies run on a separate stream. Copies start after all
-    work that is already queued on the compute stream, and work that is queued there later waits for the copies.
+    On a GPU, the host memory is page-locked and copies run on a separate stream. Copies start after all work that is
+    already queued on the compute stream, and work that is queued there later waits for the copies.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:

@@ -1,7 +1,4 @@
-"""Changes to logits before sampling: logit_bias, min_tokens and penalties.
-
-Only logits of ids that a request names or that occur in its tokens are changed, never the logits of all ids.
-"""
+"""Changes to logits before sampling: logit_bias, min_tokens and penalties."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from llmsched.profiles.gpus import GpuSpec
 class Roofline:
     """StepCost of one language model on one GPU, for one kind of engine, such as vLLM.
 
-    `error` is the median relative error of TPOT against published measurements that were not used for the fit, or None
-    without such measurements. Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
+    `error` is the median relative error of TPOT against published measurements that were not used for the fit; None if
+    there are none. Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -77,7 +77,7 @@ class Roofline:
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return hypot(arithmetic, reading): the seconds that both take together, because they overlap in part."""
+    """Return the seconds that arithmetic and reading take together; they overlap in part."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 
@@ -85,8 +85,7 @@ def _both(arithmetic: float, reading: float) -> float:
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
     """Return the operations per second that matrix products reach.
 
-    On a GPU without fp8 units, fp8 weights are converted to `dtype` before the product. Raises ConfigError for a dtype
-    that the GPU cannot multiply.
+    Raises ConfigError for a dtype that the GPU cannot multiply.
     """
     if arithmetic != "bf16" and gpu.fp8_flops:
         return gpu.sustained * gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)

@@ -1,4 +1,4 @@
-"""Executor without a language model, which takes the times of steps from a StepCost and advances a virtual clock."""
+"""Executor without a language model: takes the times of steps from a StepCost and advances a virtual clock."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ class VirtualClock:
 class SimulatedExecutor(SynchronousExecutor):
     """Executor that makes up tokens and advances `clock` by the time that `cost` predicts for each step.
 
-    It does not look ahead: scheduling and output take no virtual time, so there is nothing that steps could overlap.
-
-    `output_length` returns the number of output tokens after which a sequence ends with a stop id, or None if it never
-    ends that way. `per_swapped_block` is the time, in seconds, to copy one block to or from host memory.
+    `output_length` returns the number of output tokens after which a sequence ends with a stop id; None if it does not
+    end with one. `per_swapped_block` is the time, in seconds, to copy one block to or from host memory.
     """
 
     cost: StepCost

@@ -25,7 +25,7 @@ _MAX_NAMES = 5
 
 
 class LazyTensor:
-    """Tensor on disk. Each time that transformers' loader indexes it (`tensor[...]`), `read` reads it."""
+    """Tensor on disk. `read` reads it each time that transformers' loader indexes it (`tensor[...]`)."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.read = read
@@ -60,7 +60,7 @@ def open_checkpoint(directory: Path) -> StateDict:
 
 
 def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str, LazyTensor]:
-    """Return the tensors of `state`; reading one of them calls `progress`. Several threads may read at once."""
+    """Return the tensors of `state`, and call `progress` whenever one of them is read."""
     lock, done, total = threading.Lock(), 0, len(state)
 
     def reported(tensor: LazyTensor) -> LazyTensor:

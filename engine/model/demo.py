@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 def demo_directory(progress: Progress = silent) -> Path:
     """Return the demo model's Hugging Face directory. The first call downloads and converts the model.
 
-    The directory gets its final name only when it is complete, so other processes never use an incomplete one. Raises
-    ModelError if the model cannot be downloaded or the cache directory cannot be written.
+    Raises ModelError if the model cannot be downloaded or the cache directory cannot be written.
     """
     cache = cache_directory()
     target = cache / CONVERTED

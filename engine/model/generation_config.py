@@ -1,4 +1,4 @@
-"""Meaning of generation_config.json: which of its fields become defaults of requests, and which are ignored."""
+"""Fields of generation_config.json: which of them become defaults of requests, and which are ignored."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ _OFF_AT_ONE = frozenset(
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the SamplingParams fields that generation_config.json sets for requests that leave them out.
-
-    If the file sets do_sample to false, its temperature, top_p, top_k and min_p do not count, as in transformers.
-    """
+    """Return the SamplingParams fields that generation_config.json sets for requests that omit them."""
+    # If the file sets do_sample to false, its temperature, top_p, top_k and min_p do not count, as in transformers.
     left_out = _SAMPLING_ONLY if generation.get("do_sample") is False else ()
     found = {
         name: generation[field]

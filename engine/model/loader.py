@@ -177,7 +177,7 @@ def load_model(
 
 
 def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
-    """Raise ModelError if transformers' loading report names missing, unknown, misshapen or unconverted tensors."""
+    """Raise ModelError if transformers' loading report has missing, unknown, misshapen or unconverted tensors."""
     from llmsched.engine.model.checkpoint import some
 
     if missing := report["missing_keys"]:
@@ -192,10 +192,8 @@ def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
 
 
 def _check_tied(source: ModelSource, model: PreTrainedModel) -> None:
-    """Raise ModelError if config.json ties lm_head to the embeddings but the files have a different lm_head.
-
-    transformers would then load both matrices, of which the memory plan counts only one.
-    """
+    """Raise ModelError if config.json ties lm_head to the embeddings but the files have a different lm_head."""
+    # transformers would then load both matrices, of which the memory plan counts only one.
     if not model._tied_weights_keys or not model.config.get_text_config().tie_word_embeddings:
         return
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -210,10 +208,7 @@ def _check_tied(source: ModelSource, model: PreTrainedModel) -> None:
 
 
 def _check_vocabulary(source: ModelSource, info: ModelInfo, tokenizer: Tokenizer) -> None:
-    """Raise ModelError if the tokenizer has no tokens, or the model has no embedding for an ordinary token, BOS or EOS.
-
-    If other added tokens lack an embedding, this is only logged; prompts that contain one are refused.
-    """
+    """Raise ModelError if the tokenizer has no tokens, or if ordinary tokens, BOS or EOS lack an embedding."""
     ordinary = tokenizer.backend.get_vocab(with_added_tokens=False).values()
     if not ordinary:
         raise ModelError(f"model {source.spec}: its tokenizer has no tokens; download its tokenizer files again")
@@ -227,7 +222,7 @@ def _check_vocabulary(source: ModelSource, info: ModelInfo, tokenizer: Tokenizer
 
 
 def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
-    """Move the model to `device`, one parameter at a time to report progress. Tied parameters keep sharing memory."""
+    """Move the model to `device`, one parameter at a time. Tied parameters keep sharing memory."""
     if device == "cpu":
         return
     from torch import nn
@@ -247,7 +242,7 @@ def _as_ids(value: Any) -> frozenset[int]:
 
 @contextmanager
 def _reading(source: ModelSource, what: str) -> Iterator[None]:
-    """Convert any error that a library raises on a damaged or unknown file to a ModelError that names `what`."""
+    """Convert any error that a library raises on a damaged or unknown file to a ModelError about `what`."""
     with quiet_transformers():
         try:
             yield
@@ -269,7 +264,6 @@ class OpenModel:
     dtype: torch.dtype
 
     def load(self, progress: Progress = silent) -> PreTrainedModel:
-        """Load the weights; see `load_model`."""
         return load_model(self.source, self.config, device=self.device, dtype=self.dtype, progress=progress)
 
 

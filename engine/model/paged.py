@@ -36,9 +36,7 @@ class LayerPlace(NamedTuple):
 def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPlace]:
     """Assign each layer to a group of `layout`, and return the places of all layers in order.
 
-    A layer goes to a sliding-window group if its window is at most the layout's window, else to a full-attention group.
-    Raises ModelError if layers whose KV differs in shape would share blocks, or if the layout lacks a group for some
-    layer.
+    Raises ModelError if layers whose KV differs in shape would share blocks, or if the layout lacks a group.
     """
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
     if not layout.full_groups and not all(windowed):
@@ -58,11 +56,10 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """KV of all blocks. A block belongs to one group at a time. `places` has the group and the part of each layer.
+    """KV of all blocks. `places` has the group and the part of each layer.
 
     Layers with the same part in different groups share tensors. For each part, `keys` has a tensor [num_blocks,
-    kv_heads, block_size, key_dim], and `values` one [num_blocks, kv_heads, block_size, value_dim]. The tensors are
-    initialised with zeros, because kernels multiply the values of masked positions by 0, and 0 x NaN is NaN.
+    kv_heads, block_size, key_dim], and `values` one [num_blocks, kv_heads, block_size, value_dim].
     """
 
     keys: list[torch.Tensor]

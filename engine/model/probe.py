@@ -60,8 +60,8 @@ class AttentionCall(NamedTuple):
 def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
     """Return how the model's layers call attention, and the width of its logits.
 
-    The width may exceed the size of the tokenizer's vocabulary. Afterwards the model still has the recording attention
-    function, so the caller must set another. Raises ModelError if the engine cannot compute the model exactly.
+    Afterwards the model still has the recording attention function, so the caller must set another. Raises ModelError
+    if the engine cannot compute the model exactly.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -119,7 +119,7 @@ def recording_attention(
     s_aux: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the layer's call in `paged_context`, check mask and keywords, and return zeros [1, T, heads, Dv].
+    """Record the layer's call in `paged_context`, and return zeros [1, T, heads, Dv].
 
     Raises ModelError if the engine does not support the mask or a keyword.
     """
@@ -165,7 +165,7 @@ def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
 def describing_mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """Return a tensor with the shape of a mask, in which every entry is the result of `window_of` for this mask."""
+    """Return a tensor with the shape of a mask. All its entries are the result of `window_of` for this mask."""
     return torch.full((1, 1, q_length, kv_length), window_of(mask_function, device), device=device)
 
 

@@ -60,11 +60,9 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 
 def _open_directory(spec: str, path: Path) -> ModelSource:
-    """Return the model in the directory `path`, which may be a folder of the hub's cache (models--ORGANISATION--NAME).
-
-    From such a folder, the snapshot of the branch main is returned. A snapshot's folder is named after its commit, so
-    the model gets the repository's id as its name.
-    """
+    """Return the model in the directory `path`, or in the folder models--ORGANISATION--NAME of the hub's cache."""
+    # From the cache, the snapshot of the branch main is returned. A snapshot is a folder with the name of its commit, so
+    # the model gets the repository's id as its name.
     repository = path.parent.parent if path.parent.name == "snapshots" else path
     if not repository.name.startswith("models--"):
         return ModelSource(spec, path.name, path, "directory")
@@ -91,7 +89,7 @@ def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
 
 
 def cached_config(repo_id: str) -> Path | None:
-    """Return the path of a hub repository's config.json in the hub's cache on this machine, or None."""
+    """Return the path of a hub repository's config.json in the hub's cache on this machine; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -139,7 +137,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 def _hub_failures(repo_id: str) -> Iterator[None]:
     """Convert errors of huggingface_hub to ModelErrors that tell the user how to proceed.
 
-    If the hub cannot be reached, the error is a HubUnreachableError, so that the caller can try the cache.
+    Raises HubUnreachableError if the hub cannot be reached, so that the caller can try the cache.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import (

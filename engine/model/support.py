@@ -70,7 +70,7 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def architecture_of(config: PretrainedConfig) -> str:
-    """Return the name of the model class in config.json, or "" if config.json names no class."""
+    """Return the name of the model class in config.json, or "" if there is none."""
     return str(config.architectures[0]) if config.architectures else ""
 
 
@@ -83,8 +83,7 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
     """Return why serve refuses a model whose config.json has this content, or None if serve accepts the config.
 
-    A model whose config is accepted may still be refused by probe.py. Raises ModelError if transformers rejects the
-    config.
+    Raises ModelError if transformers rejects the config.
     """
     decided, reason = refusal_of_file(content)
     if decided:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersModel:
-    """Wrapper of a transformers model in evaluation mode, whose attention function it replaces; see `PagedModel`.
+    """Wrapper of a transformers model in evaluation mode, whose attention function it replaces.
 
     Raises ModelError if the engine cannot compute the model exactly (see `probe`).
     """
@@ -45,7 +45,6 @@ class TransformersModel:
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute logits; see `PagedModel.forward`."""
         selected = {"logits_to_keep": logit_rows} if self._selects_logits and logit_rows is not None else {}
         output = self._model(
             input_ids=input_ids[None],
@@ -75,8 +74,7 @@ def attention_forward(
     """Compute attention over the paged cache, with the signature of transformers' attention functions.
 
     The shapes are: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv], attention sinks s_aux
-    [heads]. Rotary embedding has already been applied to query and key. Returns [1, T, heads, Dv]. Raises ModelError
-    for a mask or an unknown keyword.
+    [heads]. Returns [1, T, heads, Dv]. Raises ModelError for a mask or an unknown keyword.
     """
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")
@@ -106,9 +104,9 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "auto") -> PagedModel:
     """Return a wrapper that runs `model`, which must be in evaluation mode, over the paged KV cache.
 
-    "fused" is a FusedDecoder, "transformers" is a wrapper that calls the model's own layers, and "auto" is a
-    FusedDecoder if it can compute the model. Raises ModelError if the engine cannot compute the model exactly, and
-    ConfigError if "fused" is requested and a FusedDecoder cannot compute the model.
+    "fused" is a FusedDecoder, "transformers" a TransformersModel, and "auto" a FusedDecoder if it can compute the
+    model. Raises ModelError if the engine cannot compute the model exactly, and ConfigError if "fused" is requested and
+    a FusedDecoder cannot compute the model.
     """
     plain = BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)
     if implementation == "transformers":

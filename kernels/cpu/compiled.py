@@ -94,7 +94,7 @@ def from_bfloat16(element: Any) -> Any:
 
 
 def from_float16(element: Any) -> Any:
-    """Convert the bits of a float16 to float32: shift them to its fields, then multiply to correct the exponent."""
+    """Convert the bits of a float16 to float32."""
     bits = np.uint32(np.uint16(element))
     magnitude = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
     magnitude = np.float32(magnitude * np.float32(2.0**112))
@@ -128,11 +128,9 @@ def put_bfloat16(array: Any, index: Any, value: Any) -> None:
 
 @jit(EXACT)
 def exp32(x: Any) -> Any:
-    """Return exp(x) for x <= 0, accurate to about one unit in the last place. Below -87 the result is exp(-87).
-
-    Unlike math.exp, it lets LLVM vectorise loops. As in Cephes' expf, x is split into k ln 2 + r, and a polynomial
-    gives exp(r).
-    """
+    """Return exp(x) for x <= 0, accurate to about one unit in the last place. Below -87 the result is exp(-87)."""
+    # Unlike math.exp, it lets LLVM vectorise loops. As in Cephes' expf, x is split into k ln 2 + r, and a polynomial
+    # gives exp(r).
     x = np.float32(-87) if x < np.float32(-87) else x
     k = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
     r = x - k * np.float32(0.693359375)

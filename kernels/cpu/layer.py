@@ -63,7 +63,7 @@ def add_norm(
 
 @cache
 def norm_body(element: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs for `add_norm`, compiled for tensors with this type of elements."""
+    """Compile and return the function that each thread runs for `add_norm`."""
 
     @c_function(types.CPointer(numba.from_dtype(NormArguments.dtype)))
     def body(pointer: Any) -> None:
@@ -155,7 +155,7 @@ def rotate_and_write(
 
 @cache
 def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs for `rotate_and_write`, compiled for a cache of `cached` elements."""
+    """Compile and return the function that each thread runs for `rotate_and_write`."""
 
     @c_function(types.CPointer(numba.from_dtype(RotaryArguments.dtype)))
     def body(pointer: Any) -> None:
@@ -195,7 +195,6 @@ def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
 
 @jit()
 def copy_row(source: Any, target: Any) -> None:
-    """Copy a vector, and convert it to the type of the target."""
     for i in range(target.shape[0]):
         put(target, i, to_float32(source[i]))
 
@@ -220,7 +219,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @cache
 def gate_body(element: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs for `gated`, compiled for tensors with this type of elements."""
+    """Compile and return the function that each thread runs for `gated`."""
 
     @c_function(types.CPointer(numba.from_dtype(GateArguments.dtype)))
     def body(pointer: Any) -> None:

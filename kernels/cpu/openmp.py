@@ -31,7 +31,7 @@ BARRIER_SYMBOL = "llmsched_omp_barrier"
 
 @cache
 def load_runtime() -> ctypes.CDLL | None:
-    """Return the OpenMP runtime that torch loaded into the process, or None if this runtime lacks GOMP_parallel."""
+    """Return the OpenMP runtime that torch loaded into the process; None if this runtime lacks GOMP_parallel."""
     if sys.platform != "linux":
         return None
     runtime = ctypes.CDLL(None)
@@ -63,12 +63,12 @@ def address_of(tensor: Tensor | None) -> int:
 def run(body: Any, arguments: Any, *, parallel: bool) -> None:
     """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
 
-    If `parallel` is True and torch's runtime has GOMP_parallel, all of torch's threads call `body`, never fewer,
-    because libgomp would end the unused threads. If `parallel` is False, the work must be short, because the calling
-    thread keeps the GIL: another thread would hold a released GIL for longer than short work takes. `body` gets a
-    pointer to `arguments`, a record of a class from `arguments_type`; `run` sets its field num_threads. In `body`,
-    thread_num() returns the number of the thread.
+    `body` gets a pointer to `arguments`, a record of a class from `arguments_type`; `run` sets its field num_threads.
+    If `parallel` is False, the work must be short, because the calling thread keeps the GIL. In `body`, thread_num()
+    returns the number of the thread.
     """
+    # Never fewer than all threads, because libgomp would end the unused threads. Short work keeps the GIL, because
+    # another thread would hold a released GIL for longer than the work takes.
     runtime = load_runtime() if parallel else None
     if runtime:
         arguments.num_threads = num_threads = torch.get_num_threads()

@@ -38,7 +38,6 @@ HIGHEST, LOWEST, SUM, ROOM = range(4)  # first index of `chunks`
 
 
 def sample(logits: Tensor, parameters: Tensor) -> Tensor:
-    """Compute `reference.sample`."""
     logits = (logits if logits.dtype in ELEMENTS else logits.float()).contiguous()
     parameters = parameters.contiguous()
     rows, width = logits.shape
@@ -53,8 +52,6 @@ def sample(logits: Tensor, parameters: Tensor) -> Tensor:
 
 @cache
 def thread_body(element: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs, compiled for logits with this type of elements."""
-
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]
@@ -87,7 +84,7 @@ def order_key(element: Any) -> Any:
 
 @jit()
 def survey(logits: Any, chunks: Any) -> int:
-    """Return the lowest id with the best logit, -1 if it is not finite; set each chunk's HIGHEST and LOWEST key."""
+    """Return the lowest id with the best logit, -1 if it is not finite. Set each chunk's HIGHEST and LOWEST key."""
     width = logits.shape[0]
     best, worst = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
     for chunk in range(chunks.shape[1]):

@@ -72,7 +72,7 @@ def rotary_kernel(
 ):
     """Compute `reference.rotate_and_write` of one vector. Token and head are the program ids.
 
-    Query heads have the first numbers, then key heads, then value heads. A program holds its vector in two halves.
+    Query heads have the first numbers, then key heads, then value heads.
     """
     HALF: tl.constexpr = DIM // 2
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

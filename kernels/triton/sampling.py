@@ -53,7 +53,7 @@ def load_logits(logits, places, width):
 
 @triton.jit
 def weigh(values, top, temperature, floor):
-    """Return the weights (int64) of logits, 0 for scores below `floor`; `top` is the best logit of the row."""
+    """Return the weights (int64) of logits, 0 for scores below `floor`. `top` is the best logit of the row."""
     scores = (values - top) / temperature
     return tl.where(scores >= floor, (tl.exp(scores) * WEIGHT_UNITS).to(tl.int64), 0)
 
