@@ -132,7 +132,7 @@ def _load(
 def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
     """Turn a failed allocation inside the `with` block, or a missing C compiler, into a ModelError.
 
-    The message about an allocation has what failed (`doing`) and what to do (`remedy`).
+    Its message contains `doing`, the work that failed, and `remedy`, the advice.
     """
     try:
         yield

@@ -16,8 +16,8 @@ class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
     The target `itl` applies to `itl_statistic` of the request's ITL samples: "mean", "max" or a percentile such as
-    "p99". `reader_speed` is the speed, in tokens per second, of the reader in `reading_waits`. Raises LlmschedError for
-    an unknown statistic or a speed that is not above 0 and finite.
+    "p99". `reader_speed` is the speed, in tokens per second, at which a user is assumed to read. Raises LlmschedError
+    for an unknown statistic or a speed that is not above 0 and finite.
     """
 
     ttft: float | None = None

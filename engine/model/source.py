@@ -61,7 +61,7 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 def _open_directory(spec: str, path: Path) -> ModelSource:
     """Return the model in the directory `path`, or in the folder models--ORGANISATION--NAME of the hub's cache."""
-    # From the cache, the snapshot of the branch main is returned. A snapshot is a folder with the name of its commit, so
+    # From the cache, the snapshot of the branch main is returned. A snapshot is a folder named after its commit, so
     # the model gets the repository's id as its name.
     repository = path.parent.parent if path.parent.name == "snapshots" else path
     if not repository.name.startswith("models--"):

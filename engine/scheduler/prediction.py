@@ -122,7 +122,7 @@ def future_peak(held: Tokens, remaining: Tokens) -> int:
 
 
 def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
-    """Return the peak of `future_peak` for any layout, in tokens summed over layer groups."""
+    """Return the same peak as `future_peak`, but for any layout, in tokens summed over layer groups."""
     size = layout.room(held[:, None] + remaining)
     return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())
 
