@@ -13,7 +13,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """Workload that is shipped with llmsched: a trace in `file`, or a synthetic load described by flags in `settings`."""
+    """Workload that is shipped with llmsched: a trace in `file`, or a synthetic load that `settings` (flags) describe."""
 
     name: str
     about: str

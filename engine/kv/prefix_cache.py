@@ -139,7 +139,7 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes of `found` can be reused. The last `num_behind` of these must have window blocks."""
+        """Return how many leading nodes can be reused; the last `num_behind` of these nodes must have window blocks."""
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
