@@ -27,21 +27,17 @@ from llmsched.profiles.toml_files import ProfileError, UnknownNameError
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Description of the engine that `build_engine` would build for `config`, made without loading the model.
-
-    `cost` predicts the seconds of a step. `swap_seconds` returns the seconds for copying a number of bytes of KV to or
-    from host memory. `provenance` describes the device and the error of `cost`. `notes` are warnings for the user.
-    """
+    """Description of the engine that `build_engine` would build for `config`, made without loading the model."""
 
     config: ResolvedConfig
     plan: MemoryPlan
-    cost: StepCost
+    cost: StepCost  # predicts the seconds of a step
+    #: Returns the seconds for copying a number of bytes of KV to or from host memory.
     swap_seconds: Callable[[int], float]
-    provenance: Provenance
-    notes: tuple[str, ...] = ()
+    provenance: Provenance  # device, and the error of `cost`
+    notes: tuple[str, ...] = ()  # warnings for the user
 
     def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
-        """Return a new simulated engine, with other `limits` if given."""
         # A simulated machine is assumed to have the host memory that swap_space asks for.
         swap = plan_swap(self.config.swap_space, self.plan.block_bytes, self.config.swap_space)
         kv = make_kv(self.config, self.plan.num_blocks, swap, self.plan.layout)

@@ -90,7 +90,6 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 def _load(
     opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """Load the model, reserve KV blocks and warm up. Return the executor, and `plan` with the measured memory."""
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor

@@ -38,13 +38,10 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Scheduling decisions about choice `index` of a request, oldest first.
+    """Scheduling decisions about one choice of a request, oldest first."""
 
-    `start` is the time at which the request arrived, in seconds of the engine's clock.
-    """
-
-    index: int
-    start: float
+    index: int  # of the choice
+    start: float  # arrival of the request, in seconds of the engine's clock
     entries: list[Entry]
 
 
@@ -165,7 +162,6 @@ class Engine(StepLoop):
         return outputs
 
     def retry_after(self) -> float:
-        """Return the seconds after which a refused request may be sent again, at least 1."""
         if len(self._finish_times) < 2:
             return 1.0
         span = self._finish_times[-1] - self._finish_times[0]
@@ -244,7 +240,6 @@ class Engine(StepLoop):
         return self.recorder.stats()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
-        """Change the limits as `StepLoop.reconfigure` does, and update the metrics."""
         super().reconfigure(**limits)
         self.observe(self.recorder.update)
 

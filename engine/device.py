@@ -37,20 +37,15 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device, in bytes.
-
-    On a CPU, `used_by_others` is all memory that is not available without swapping. `holders` lists the other programs
-    if the driver reports them. `computes_bf16` is True if the device multiplies bfloat16 in hardware. `computes_fp8` is
-    True for a GPU that multiplies fp8 in hardware; it has no meaning for a CPU.
-    """
+    """Memory of one device, in bytes."""
 
     kind: Literal["cuda", "cpu"]
     name: str
     total: int
-    used_by_others: int = 0
-    holders: tuple[Holder, ...] = ()
-    computes_bf16: bool = True
-    computes_fp8: bool = True
+    used_by_others: int = 0  # on a CPU, all memory that is not available without swapping
+    holders: tuple[Holder, ...] = ()  # other programs, if the driver reports them
+    computes_bf16: bool = True  # True if the device multiplies bfloat16 in hardware
+    computes_fp8: bool = True  # True if the GPU multiplies fp8 in hardware; no meaning for a CPU
 
     @property
     def free(self) -> int:
@@ -230,7 +225,6 @@ def cgroup_limits(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgr
 
 
 def _read(file: Path) -> str:
-    """Return the text of a file, or "" if the file cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -48,7 +48,6 @@ class ConfigError(LlmschedError):
         self.field = field
 
     def text(self, naming: Callable[[str], str] = str) -> str:
-        """Return the field's name and the message, with names of settings converted by `naming`."""
         return f"{naming(self.field)}: {super().text(naming)}"
 
 

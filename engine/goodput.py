@@ -15,17 +15,15 @@ from llmsched.engine.percentiles import statistic
 class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
-    The target `itl` applies to `itl_statistic` of the request's ITL samples: "mean", "max" or a percentile such as
-    "p99". `reader_speed` is the speed, in tokens per second, at which a user is assumed to read. Raises LlmschedError
-    for an unknown statistic or a speed that is not above 0 and finite.
+    Raises LlmschedError for an unknown statistic or a speed that is not above 0 and finite.
     """
 
     ttft: float | None = None
-    itl: float | None = None
+    itl: float | None = None  # target for `itl_statistic` of the request's ITL samples
     tpot: float | None = None
     e2e: float | None = None
-    itl_statistic: str = "p99"
-    reader_speed: float = READER_SPEED
+    itl_statistic: str = "p99"  # mean, max or a percentile
+    reader_speed: float = READER_SPEED  # tokens per second at which a user is assumed to read
 
     def __post_init__(self) -> None:
         statistic((), self.itl_statistic)
@@ -46,17 +44,12 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Goodput and SLO attainment of a run.
+    """Goodput and SLO attainment of a run."""
 
-    `requests_per_s` counts requests that finished and met every target. `attainment` has the share of requests that met
-    each target, and under "all" the share that met every target. `missed` counts, for each target, the finished
-    requests that missed the target. `missed_alone` counts those of them that met all other targets.
-    """
-
-    requests_per_s: float
-    attainment: dict[str, float]
-    missed: dict[str, int] = field(default_factory=dict)
-    missed_alone: dict[str, int] = field(default_factory=dict)
+    requests_per_s: float  # requests that finished and met every target
+    attainment: dict[str, float]  # share of requests that met each target, and under "all" every target
+    missed: dict[str, int] = field(default_factory=dict)  # finished requests that missed each target
+    missed_alone: dict[str, int] = field(default_factory=dict)  # finished requests that missed only this target
 
 
 def goodput(slo: Slo, requests: Sequence[RequestLatency], *, failed: int, duration: float) -> Goodput | None:

@@ -47,18 +47,14 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestLatency:
-    """Latencies in seconds of a request that received at least one token.
-
-    `itl` has one sample for each token after the first arrival. If n tokens arrive together, each of their n samples is
-    1/n of the gap since the previous arrival. `worst_stall` is the longest gap between two arrivals. `tpot` is the time
-    per output token after the first.
-    """
+    """Latencies in seconds of a request that received at least one token."""
 
     ttft: float
     e2e: float
-    tpot: float | None
+    tpot: float | None  # time per output token after the first
+    #: One sample per token after the first arrival; n tokens that arrive together have 1/n of the gap each.
     itl: tuple[float, ...]
-    worst_stall: float | None
+    worst_stall: float | None  # longest gap between two arrivals
 
 
 def request_latency(start: float, arrivals: Sequence[Arrival]) -> RequestLatency | None:

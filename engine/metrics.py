@@ -77,7 +77,10 @@ _GAUGES: Mapping[str, str] = {
 
 
 class EngineMetrics:
-    """Metrics of one engine, in their own registry. Raises ConfigError if `prefix` cannot begin a metric name."""
+    """Metrics of one engine, in their own registry. Raises ConfigError if `prefix` cannot begin a metric name.
+
+    Methods take the name of a metric as a key of the table _COUNTERS, _GAUGES or _HISTOGRAMS.
+    """
 
     def __init__(self, model_name: str, block_size: int, num_blocks: int, prefix: str = "llmsched") -> None:
         check_prefix(prefix)
@@ -113,15 +116,12 @@ class EngineMetrics:
         info.labels(model_name, str(block_size), str(num_blocks)).set(1)
 
     def observe(self, histogram: str, value: float) -> None:
-        """Add a sample to a histogram; `histogram` is its key in the table _HISTOGRAMS."""
         self._histograms[histogram].observe(value)
 
     def add(self, counter: str, count: int = 1) -> None:
-        """Increase a counter by `count`; `counter` is its key in the table _COUNTERS."""
         self._counters[counter].inc(count)
 
     def set(self, gauge: str, value: float) -> None:
-        """Set a gauge; `gauge` is its key in the table _GAUGES."""
         self._gauges[gauge].set(value)
 
     def finished(self, reason: FinishReason) -> None:
@@ -158,7 +158,7 @@ class EngineMetrics:
             gauge.set(getattr(usage, field) * self._bytes_per_token)
 
     def buckets(self, histogram: str) -> dict[float, float]:
-        """Return a histogram's cumulative counts by upper bound; `histogram` is its key in the table _HISTOGRAMS."""
+        """Return a histogram's cumulative counts by upper bound."""
         name = f"{self._prefix}:{histogram}"
         families = self._registry.restricted_registry([f"{name}_bucket"]).collect()
         samples = [sample for family in families for sample in family.samples if sample.name == f"{name}_bucket"]
@@ -176,6 +176,5 @@ class EngineMetrics:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise ConfigError unless `prefix` can begin a metric name."""
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
         raise ConfigError("metrics_prefix", f"{prefix!r} is not a metric prefix; letters, digits and _ are allowed")

@@ -75,7 +75,6 @@ class OutputStream:
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
-        """Record the token counts and latencies of a sequence that ended at the time `now`."""
         request, last = self.request, self._last_token_time
         metrics.finished(reason)
         if self.index == 0:

@@ -27,17 +27,13 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptChange:
-    """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it.
-
-    `examples` has text of two of these prompts; None if `PromptChanges.quote_prompts` is off. `private` is True if one
-    of these two prompts has a cache_salt; then only the operator may see the examples.
-    """
+    """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it."""
 
     position: int
     count: int
     window: int
-    examples: tuple[Example, Example] | None
-    private: bool
+    examples: tuple[Example, Example] | None  # text of two of these prompts; None if prompts may not be quoted
+    private: bool  # True if an example has a cache_salt; only the operator may see it then
 
     def __str__(self) -> str:
         quoted = ""

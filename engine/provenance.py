@@ -9,20 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Origin of figures. `where` is "in process", a URL, or the simulated device.
+    """Origin of figures. The fields after `measured` describe a simulation."""
 
-    `measured` is False for a simulation, which the other fields describe. `calibration_error` is the median relative
-    error of step times that `llmsched calibrate` fitted at the time `calibrated`. `published_error` is the median
-    relative error of a roofline model's TPOT against published measurements. `refused_by_serve` is the reason why
-    `serve` would refuse the model; None if `serve` supports it.
-    """
-
-    where: str
+    where: str  # "in process", a URL, or the simulated device
     measured: bool = True
-    calibration_error: float | None = None
+    calibration_error: float | None = None  # median relative error of step times that `llmsched calibrate` fitted
+    #: Median relative error of a roofline model's TPOT against published measurements.
     published_error: float | None = None
-    refused_by_serve: str | None = None
-    calibrated: datetime | None = None
+    refused_by_serve: str | None = None  # why `serve` would refuse the model; None if it would not
+    calibrated: datetime | None = None  # time of the calibration
 
     @property
     def label(self) -> str:

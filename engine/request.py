@@ -24,16 +24,13 @@ SEED_LIMIT = 1 << 63
 class SamplingParams:
     """Sampling parameters of a request, named as in the OpenAI API or, if OpenAI has no such parameter, as in vLLM.
 
-    With `temperature` 0 the most likely token is chosen, whatever top_p, top_k and min_p are. `top_k` 0 or -1 turns
-    top_k off. `logprobs` k returns the log-probabilities of the chosen token and of the k most likely tokens.
-    `prompt_logprobs` k does the same for the prompt. With `max_tokens` 0, only the prompt is computed. Raises
-    RequestError for a value out of range.
+    Raises RequestError for a value out of range.
     """
 
     n: int = 1
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 chooses the most likely token, whatever top_p, top_k and min_p are
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 or -1 turns it off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -42,11 +39,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
-    max_tokens: int = 16
+    max_tokens: int = 16  # 0 computes only the prompt
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # k returns log-probabilities of the chosen token and of the k most likely tokens
+    prompt_logprobs: int | None = None  # the same for each token of the prompt
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -114,22 +111,15 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens and sampling parameters of one choice of a request: the part of a Request that executors see.
-
-    `token_ids` is the prompt followed by the output. The first output token in `stop_ids` ends the sequence. `seed`
-    combines the request's seed and the index of the choice.
-
-    `num_pending_tokens`, 0 or 1, is the number of tokens at the end of the sequence whose ids are not known yet,
-    because a launched step samples them. They count in `num_tokens` and `num_output_tokens`, but are not in
-    `token_ids`.
-    """
+    """Tokens and sampling parameters of one choice of a request: the part of a Request that executors see."""
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[int]  # prompt and output, without pending tokens
     num_prompt_tokens: int
     sampling: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]
+    seed: int  # combines the request's seed and the index of the choice
+    stop_ids: frozenset[int]  # the first output token in this set ends the sequence
+    #: Tokens (0 or 1) at the end that a launched step samples; num_tokens counts them.
     num_pending_tokens: int = field(default=0, init=False)
 
     @property
@@ -145,29 +135,25 @@ class Sequence:
 class Request(Sequence):
     """Sequence with its scheduling state. An API request with n > 1 becomes n Requests.
 
-    `block_table` holds the KV of the first num_computed_tokens tokens, as soon as the launched steps are computed. The
-    step that computes the last token of the sequence samples a new token. Times are in seconds of the engine's clock.
-    `rank` orders the queue (lowest first). `num_passed` counts the requests that were admitted while this request was
-    first in the queue. `num_lost_tokens` is num_computed_tokens at the last preemption. While the request waits,
-    `encoded` has its token ids as bytes, and `swapped` has its KV if the KV is in host memory.
+    Times are in seconds of the engine's clock.
     """
 
     arrival_time: float = 0.0
     priority: int = 0
-    rank: float = 0.0
+    rank: float = 0.0  # order in the queue, lowest first
     cache_salt: str = ""
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # the first tokens, whose KV `block_table` holds once the launched steps are computed
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_lost_tokens: int = 0
-    num_passed: int = 0
+    num_lost_tokens: int = 0  # num_computed_tokens at the last preemption
+    num_passed: int = 0  # requests that were admitted while this request was first in the queue
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     block_table: BlockTable | None = None
-    swapped: SwappedKV | None = None
-    encoded: bytes = b""
+    swapped: SwappedKV | None = None  # KV in host memory, while the request waits
+    encoded: bytes = b""  # token ids as bytes, while the request waits
 
     @property
     def table(self) -> BlockTable:
@@ -177,34 +163,28 @@ class Request(Sequence):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probability of one token, before temperature, penalties and filters are applied.
-
-    `top` has the (token id, log-probability) pairs of the most likely tokens, best first.
-    """
+    """Natural log-probability of one token, before temperature, penalties and filters are applied."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the most likely tokens, best first
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """New output of one sequence since its previous RequestOutput.
-
-    `text` is the new text. `pieces` has the text of each new token, "" while a character is incomplete. The `pieces` of
-    all outputs, joined, equal the joined `text`, unless a stop string cut `text`. `prompt_logprobs` are in the first
-    output only, one per prompt token (None for the first token).
-    """
+    """New output of one sequence since its previous RequestOutput."""
 
     request_id: str
     index: int
-    text: str
+    text: str  # new text
     token_ids: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    #: Text of each new token, "" while a character is incomplete; a stop string cuts only `text`.
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    #: Only in the first output, one per prompt token (None for the first).
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

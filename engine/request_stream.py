@@ -33,7 +33,6 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
         self.pass_on: Callable[[RequestOutput], bool] | None = None
 
     def deliver(self, output: RequestOutput) -> None:
-        """Add an output without blocking."""
         try:
             if self.pass_on is not None and self.pass_on(output):
                 return

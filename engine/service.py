@@ -61,7 +61,6 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        """True while the engine's thread runs and has not failed."""
         return self.error is None and self._thread.is_alive()
 
     def diagnose(self) -> str | None:

@@ -52,7 +52,6 @@ class SimulatedEngine(StepLoop):
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request in any state."""
         self.scheduler.finish(request, FinishReason.ABORT)
 
     def wait_until(self, time: float) -> None:

@@ -31,12 +31,7 @@ _COUNTED: Mapping[str, str] = {
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats(SchedulerCounters):
-    """State of the engine after a step. Counters are totals since the start.
-
-    `headroom` is the share of blocks that admission keeps free, and `max_running` is the concurrency limit;
-    `num_headroom_changes` counts changes of either. `prefix_misses` counts requests by the reason why their prefix hit
-    ended. `num_swapped_out` and `num_swapped_in` count copies of a preempted request's KV to and from host memory.
-    """
+    """State of the engine after a step. Counters are totals since the start."""
 
     num_running: int
     num_waiting: int
@@ -48,11 +43,11 @@ class EngineStats(SchedulerCounters):
     max_blocks_pinned: int
     prompt_tokens: int
     generation_tokens: int
-    prefix_misses: dict[MissKind, int]
+    prefix_misses: dict[MissKind, int]  # requests by the reason why their prefix hit ended
     host_blocks_used: int
     host_blocks_total: int
-    headroom: float
-    max_running: int
+    headroom: float  # share of blocks that admission keeps free
+    max_running: int  # concurrency limit
     finished: dict[FinishReason, int]
     steps: int
 
@@ -76,7 +71,6 @@ class StatsRecorder:
         self.update()
 
     def update(self) -> None:
-        """Update the metrics to the current state of the scheduler."""
         scheduler, metrics = self._scheduler, self._metrics
         pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.admission.control
         metrics.set("num_requests_running", len(scheduler.running))

@@ -131,7 +131,6 @@ class StepLoop:
         return looks_ahead and step.error is None and self.scheduler.idle_until() is None
 
     def _launch(self) -> _LaunchedStep | None:
-        """Launch the next step; return None if there is nothing to compute now."""
         # An error of the launch is raised when the step is collected, so that the results of the previous step are not
         # lost.
         plan = self.scheduler.schedule()

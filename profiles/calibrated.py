@@ -39,21 +39,17 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Coefficients of a FittedCost (`cost`), with the model, device and engine on which they were measured.
-
-    `error` is the median relative error of step times (0.03 means 3 %). `model` has at least name and digest, `device`
-    has at least kind and name, `engine` has at least dtype and kv_cache_dtype. `created` is in UTC.
-    """
+    """Coefficients of a FittedCost, with the model, device and engine on which they were measured."""
 
     cost: Mapping[str, float]
-    error: float
+    error: float  # median relative error of step times: 0.03 means 3 %
     swap_seconds_per_byte: float
-    model: Mapping[str, Scalar]
-    device: Mapping[str, Scalar]
-    engine: Mapping[str, Scalar]
+    model: Mapping[str, Scalar]  # has at least name and digest
+    device: Mapping[str, Scalar]  # has at least kind and name
+    engine: Mapping[str, Scalar]  # has at least dtype and kv_cache_dtype
     versions: Mapping[str, Scalar] = field(default_factory=dict)
     steps: tuple[Mapping[str, Scalar], ...] = ()
-    created: datetime = field(default_factory=now)
+    created: datetime = field(default_factory=now)  # in UTC
 
     @property
     def name(self) -> str:
@@ -62,7 +58,6 @@ class Calibration:
 
 
 def calibration_dir() -> Path:
-    """Return the directory of calibrations, which is inside the profiles directory."""
     return profile_dir() / "calibrated"
 
 
@@ -72,7 +67,6 @@ def calibration_name(model: str, device: str, dtype: str, kv_dtype: str) -> str:
 
 
 def list_calibrations() -> list[str]:
-    """Return the names of all calibrations, sorted."""
     return names_in(calibration_dir())
 
 

@@ -13,10 +13,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a GPU's datasheet figures that an engine reaches (see engines.toml).
-
-    `error` is the median relative error of TPOT on published results that the fit did not use; None if there are none.
-    """
+    """Shares of a GPU's datasheet figures that an engine reaches (see engines.toml)."""
 
     matrix: float
     matrix_fp8: float
@@ -26,21 +23,18 @@ class Efficiency:
     kv: float
     decode: float
     experts: float
-    error: float | None = None
+    error: float | None = None  # median relative error of TPOT on published results that the fit did not use
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Kind of engine, such as vLLM: its fixed times in seconds per step, per layer and per sampled sequence.
-
-    `shares` maps the key of a GPU, a GPU architecture or "default" to the Efficiency that applies there.
-    """
+    """Kind of engine, such as vLLM, with its fixed times in seconds."""
 
     key: str
-    step_seconds: float
-    layer_seconds: float
-    row_seconds: float
-    shares: Mapping[str, Efficiency]
+    step_seconds: float  # per step
+    layer_seconds: float  # per layer
+    row_seconds: float  # per sampled sequence
+    shares: Mapping[str, Efficiency]  # by the key of a GPU, a GPU architecture or "default"
 
     def on(self, gpu: GpuSpec) -> Efficiency:
         """Return the shares for this GPU if there are any, else for its architecture, else the default."""

@@ -12,25 +12,20 @@ from llmsched.profiles.toml_files import UnknownNameError, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """Datasheet of one GPU.
-
-    `memory` is the bytes that CUDA can use. Bandwidths are in bytes/s; `host_bandwidth` is to host memory, in one
-    direction. Fields ending in `_flops` are dense rates in FLOP/s with float32 accumulation; `fp8_flops` is 0 without
-    fp8 units. `sustained` is the share of the tensor cores' rate that the power limit allows in continuous use.
-    """
+    """Datasheet of one GPU. Bandwidths are in bytes/s, dense rates in FLOP/s with float32 accumulation."""
 
     key: str
     name: str
     driver_name: str
-    memory: int
+    memory: int  # bytes that CUDA can use
     bandwidth: float
     bf16_flops: float
     fp16_flops: float
     architecture: str
-    host_bandwidth: float
-    fp8_flops: float
+    host_bandwidth: float  # to host memory, in one direction
+    fp8_flops: float  # 0 without fp8 units
     fp32_flops: float
-    sustained: float = 1.0
+    sustained: float = 1.0  # share of the tensor cores' rate that the power limit allows in continuous use
 
 
 @cache

@@ -13,12 +13,12 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """Workload that is shipped with llmsched: a trace in `file`, or a synthetic load that `settings` (flags) describe."""
+    """Workload that is shipped with llmsched."""
 
     name: str
     about: str
-    file: Path | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    file: Path | None = None  # trace; None for a synthetic load
+    settings: Mapping[str, Any] = field(default_factory=dict)  # flags of a synthetic load
 
 
 @cache

@@ -50,25 +50,20 @@ _KEYS = {"created", "measured", "reason", "trials", *_TABLES}
 
 @dataclass(frozen=True, slots=True)
 class TunedProfile:
-    """Settings that `tune` found, and the conditions under which it found them.
+    """Settings that `tune` found, and the conditions under which it found them. Only `engine` is applied."""
 
-    Only `engine` is applied; it maps field names of EngineConfig to values. The other tables inform users and cause
-    warnings. `slo` is in milliseconds (ttft_ms, itl_ms, ...). `memory` has ratios of actual to predicted bytes
-    (weights_ratio, ...). `created` is in UTC.
-    """
-
-    engine: Mapping[str, Scalar]
-    slo: Mapping[str, Scalar] = field(default_factory=dict)
+    engine: Mapping[str, Scalar]  # fields of EngineConfig
+    slo: Mapping[str, Scalar] = field(default_factory=dict)  # in milliseconds (ttft_ms, itl_ms, ...)
     workload: Mapping[str, Scalar] = field(default_factory=dict)
     model: Mapping[str, Scalar] = field(default_factory=dict)
     device: Mapping[str, Scalar] = field(default_factory=dict)
     versions: Mapping[str, Scalar] = field(default_factory=dict)
-    memory: Mapping[str, Scalar] = field(default_factory=dict)
+    memory: Mapping[str, Scalar] = field(default_factory=dict)  # actual / predicted bytes (weights_ratio, ...)
     knee: Mapping[str, Scalar] = field(default_factory=dict)
     trials: tuple[Mapping[str, Scalar], ...] = ()
     reason: str = ""
     measured: bool = True
-    created: datetime = field(default_factory=now)
+    created: datetime = field(default_factory=now)  # in UTC
 
 
 def profile_dir() -> Path:
@@ -91,7 +86,6 @@ def profile_path(name_or_path: str) -> Path:
 
 
 def list_profiles() -> list[str]:
-    """Return the names of the profiles in profile_dir(), sorted."""
     return names_in(profile_dir())
 
 

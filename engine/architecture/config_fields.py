@@ -101,20 +101,15 @@ class ConfigCache:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Settings of a language model, under the names of standard_settings.py.
-
-    `config` is the whole config, including its vision part. `known` is True if `values` includes the defaults of the
-    model_type. `stated` names the settings in config.json. `unstated` names settings whose values are assumed because
-    config.json lacks them. `read` names the settings that were passed to `get`.
-    """
+    """Settings of a language model, under the names of standard_settings.py."""
 
     values: Mapping[str, Any]
-    known: bool
-    config: PretrainedConfig | Mapping[str, Any] = field(repr=False)
+    known: bool  # True if `values` includes the defaults of the model_type
+    config: PretrainedConfig | Mapping[str, Any] = field(repr=False)  # the whole config, including its vision part
     cache: ConfigCache | None = field(default=None, repr=False)
-    stated: frozenset[str] = frozenset()
-    unstated: frozenset[str] = frozenset()
-    read: set[str] = field(default_factory=set, repr=False, compare=False)
+    stated: frozenset[str] = frozenset()  # settings that config.json has
+    unstated: frozenset[str] = frozenset()  # settings that config.json should have, but whose values are assumed
+    read: set[str] = field(default_factory=set, repr=False, compare=False)  # names that were passed to `get`
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of `names` that is set and not null, or `default` if there is none."""

@@ -12,41 +12,31 @@ Switch = bool | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """Parts of a decoder that differ between families.
-
-    `qk_norm` is "head" if queries and keys are normalised within each head, "all" if over all heads together.
-    `gated_query` doubles the rows of the query projection; the added rows gate the output of attention. `experts` is
-    the name of the setting for the width of routed experts; "" if there are none. `norms` is the number of norms per
-    layer. `norm_vectors` is the number of weight vectors per norm. `positions` is True if positions are learned.
-    """
+    """Parts of a decoder that differ between families."""
 
     qkv_bias: Switch = False
     out_bias: Switch = False
-    qk_norm: Literal["head", "all", ""] = ""
-    gated_query: bool = False
+    qk_norm: Literal["head", "all", ""] = ""  # normalises queries and keys within each head, or over all heads together
+    gated_query: bool = False  # doubles the rows of the query projection; the added rows gate the output of attention
     sinks: bool = False
     gated_mlp: bool = True
     mlp_bias: Switch = False
-    experts: Literal["intermediate_size", "moe_intermediate_size", ""] = ""
+    experts: Literal["intermediate_size", "moe_intermediate_size", ""] = ""  # setting for the width of routed experts
     expert_bias: bool = False
     shared_gate: bool = False
-    norms: int = 2
-    norm_vectors: int = 1
-    positions: bool = False
+    norms: int = 2  # per layer
+    norm_vectors: int = 1  # weight vectors per norm: 2 for LayerNorm with bias
+    positions: bool = False  # learned position embeddings
     head_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models with one model_type.
-
-    `needs` names settings that every published config.json of the family has. `defaults` are the values of settings
-    that these files leave out.
-    """
+    """Models with one model_type."""
 
     parts: DecoderParts
-    needs: frozenset[str]
-    defaults: Mapping[str, Any]
+    needs: frozenset[str]  # settings that every published config.json of the family has
+    defaults: Mapping[str, Any]  # values of settings that published files leave out
 
 
 def _biased(switch: Switch, **parts: Any) -> DecoderParts:

@@ -33,38 +33,29 @@ class Matrices(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Costs of attention in all layers of one kind: bytes of KV per token, and operations per (query, key) pair.
-
-    `latent` is True for MLA. MLA's prefill has separate keys and values for each head. In its decode, all heads attend
-    to the same latent vectors.
-    """
+    """Costs of attention in all layers of one kind."""
 
     windowed: bool
-    latent: bool
-    kv_bytes: float
-    prefill_flops: float
-    decode_flops: float
+    latent: bool  # True for MLA, whose decodes attend to the same latent vectors in all heads
+    kv_bytes: float  # per token
+    prefill_flops: float  # per (query, key) pair
+    decode_flops: float  # per (query, key) pair
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Costs of a model's steps on any device.
-
-    `dense` are the matrices that multiply every token. `experts` are all routed experts. `head` is the matrix that
-    computes logits. `vector_bytes` is the activations read and written per token. `state_bytes` is the recurrent state
-    read and written per sequence and step. `window` is the largest sliding window in tokens.
-    """
+    """Costs of a model's steps on any device."""
 
     layers: int
-    dense: Matrices
-    experts: Matrices
+    dense: Matrices  # matrices that multiply every token
+    experts: Matrices  # all routed experts
     num_experts: int
     experts_per_token: int
-    head: Matrices
-    vector_bytes: float
-    state_bytes: float
+    head: Matrices  # matrix that computes logits
+    vector_bytes: float  # activations read and written per token
+    state_bytes: float  # recurrent state read and written per sequence and step
     attention: tuple[Attention, ...]
-    window: int | None
+    window: int | None  # largest sliding window in tokens
 
 
 @size_errors()

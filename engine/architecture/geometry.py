@@ -75,10 +75,6 @@ class LayerGroup:
     - "window": the KV of the last `window` tokens.
     - "mla": for every token, one latent vector of `head_dim_k` numbers (kv_lora_rank + qk_rope_head_dim) and no V.
     - "state": recurrent state of `state_bytes` bytes per sequence.
-
-    In "mla" layers, this engine caches whole keys and values instead of latent vectors. Their size per token and layer
-    is `expanded` = heads x (key width + value width) numbers. `expanded` is 0 for the other kinds. `index_dim` is the
-    width of the key that sparse attention (DeepSeek-V3.2) caches for each token besides the latent vector.
     """
 
     kind: LayerKind
@@ -88,7 +84,9 @@ class LayerGroup:
     head_dim_v: int = 0
     window: int | None = None
     state_bytes: int = 0
+    #: Numbers per token and layer that this engine caches in "mla" layers: whole keys and values of all heads.
     expanded: int = 0
+    #: Width of the key that sparse attention (DeepSeek-V3.2) caches per token besides the latent vector.
     index_dim: int = 0
 
     @property
@@ -311,7 +309,6 @@ class LayerReader:
         return int(given)
 
     def head_dim(self, kind: LayerKind, layer: int) -> int:
-        """Return the width of one query or key head in a layer."""
         fields = self.fields
         if kind == "full" and fields.get("global_head_dim"):
             return int(fields.get("global_head_dim"))

@@ -13,20 +13,13 @@ from llmsched.engine.errors import ModelError
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters in classes that quantised formats treat differently.
+    """Numbers of parameters in classes that quantised formats treat differently."""
 
-    - linear: matrices of attention and dense MLPs
-    - experts: matrices of routed experts
-    - embeddings: input embeddings, output embeddings and learned positions
-    - other: norms, biases, routers, convolutions
-    - encoders: image and audio encoders
-    """
-
-    linear: int = 0
-    experts: int = 0
-    embeddings: int = 0
-    other: int = 0
-    encoders: int = 0
+    linear: int = 0  # matrices of attention and dense MLPs
+    experts: int = 0  # matrices of routed experts
+    embeddings: int = 0  # input embeddings, output embeddings and learned positions
+    other: int = 0  # norms, biases, routers, convolutions
+    encoders: int = 0  # image and audio encoders
 
     @property
     def total(self) -> int:
@@ -111,7 +104,6 @@ class _Counter:
         return Parameters(other=count * self.parts.norm_vectors * self.hidden)
 
     def _attention(self, module: str, layer: int, name: str) -> Iterator[_Module]:
-        """Yield the projections of queries, keys, values and output, with the family's biases, QK norms and sinks."""
         [kind] = self.reader.kinds(name)
         heads, head_dim = self.reader.heads(kind, layer), self.reader.head_dim(kind, layer)
         query, key = heads * head_dim, self.reader.kv_heads(kind, layer) * head_dim
@@ -149,7 +141,6 @@ class _Counter:
         yield module, Parameters(other=latent + (narrow or 0) + biases)
 
     def _recurrent(self, module: str) -> Iterator[_Module]:
-        """Yield the parameters of a gated delta net or a Mamba-2 mixer."""
         if (sizes := recurrent_sizes(self.config)) is None or not sizes.heads:
             raise ModelError("config has recurrent layers of a kind whose weights cannot be counted")
         width, heads, taps = sizes.width, sizes.heads, sizes.kernel

@@ -44,32 +44,24 @@ Bits = float | None
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bits per weight, with scales and zero points, of the modules whose names match `pattern` (None: all modules).
+    """Bits per weight of some modules of a checkpoint."""
 
-    If `experts` is True, the scheme holds only for routed experts. `fp8` is True if activations have 8 bits too.
-    """
-
-    bits: Bits
-    fp8: bool = False
-    pattern: re.Pattern[str] | None = None
-    experts: bool = False
+    bits: Bits  # with scales and zero points
+    fp8: bool = False  # True if activations have 8 bits too
+    pattern: re.Pattern[str] | None = None  # names of the modules; None for all
+    experts: bool = False  # True if the scheme holds only for routed experts
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Format of a quantised checkpoint.
-
-    The first of the `schemes` that applies to a module determines its bits. `known` is False for an unknown format.
-    `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache. `kv_doubt` says why the type of KV is unclear;
-    None if it is clear.
-    """
+    """Format of a quantised checkpoint."""
 
     method: str
-    schemes: tuple[Scheme, ...] = ()
+    schemes: tuple[Scheme, ...] = ()  # the first that applies to a module determines its bits
     arithmetic: Arithmetic = "bf16"
-    fp8_kv: bool = False
-    known: bool = False
-    kv_doubt: str | None = None
+    fp8_kv: bool = False  # True if the checkpoint has scales for an fp8 KV cache
+    known: bool = False  # False for an unknown format
+    kv_doubt: str | None = None  # why the type of KV is unclear; None if it is clear
 
     def bits(self, module: str, *, expert: bool = False) -> Bits:
         """Return the bits per weight in the matrix of a module, such as "model.layers.0.mlp.up_proj"."""

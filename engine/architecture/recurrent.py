@@ -10,19 +10,14 @@ _FLOAT32 = 4
 
 
 class RecurrentSizes(NamedTuple):
-    """Sizes of one recurrent layer.
+    """Sizes of one recurrent layer."""
 
-    `width` is the width of the output of all heads together. The state has `state` numbers for each element of `width`,
-    in float32 if `float32` is True. The layer also keeps the last `kernel` - 1 inputs of a short convolution over
-    `channels` channels.
-    """
-
-    width: int
-    state: int
-    channels: int
-    kernel: int
+    width: int  # of the output of all heads together
+    state: int  # numbers in the state for each element of `width`
+    channels: int  # of a short convolution
+    kernel: int  # of the convolution; the layer keeps the last `kernel` - 1 inputs
     heads: int = 0
-    float32: bool = False
+    float32: bool = False  # True if the state is always float32
 
 
 def recurrent_sizes(fields: Fields) -> RecurrentSizes | None:

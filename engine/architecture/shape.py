@@ -20,26 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model. If layers differ, a size is that of the largest layer.
-
-    `inner_size` is the width of the MLP that one token passes through. `query_size` is the width of all query heads
-    together. `whole_scores` is True if a CPU must hold all attention scores at once. `max_position` is the longest
-    context in tokens; None if it is unlimited. `fp8_kv` is True if the checkpoint has scales for an fp8 KV cache.
-    `exact` is True if all weights and activations are counted exactly.
-    """
+    """Sizes of a model. If layers differ, a size is that of the largest layer."""
 
     geometry: Geometry
     weights: Weights
     vocab_size: int
     hidden_size: int
-    inner_size: int
-    max_position: int | None
+    inner_size: int  # width of the MLP that one token passes through
+    max_position: int | None  # longest context in tokens; None if it is unlimited
     notes: tuple[str, ...] = ()
     heads: int = 0
-    query_size: int = 0
-    whole_scores: bool = False
-    fp8_kv: bool = False
-    exact: bool = True
+    query_size: int = 0  # width of all query heads together
+    whole_scores: bool = False  # True if a CPU must hold all attention scores at once
+    fp8_kv: bool = False  # True if the checkpoint has scales for an fp8 KV cache
+    exact: bool = True  # True if all weights and activations are counted exactly
 
 
 @size_errors()

@@ -52,17 +52,13 @@ _REMEDY = "give the size of the weights with --weights-bytes, or name a director
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Size of a model's weights: `count` bytes in the serving type. `exact` is False for an estimate.
+    """Size of a model's weights."""
 
-    `source` is the origin of the size: "safetensors", "config", "--weights" or "unknown". `doubt` says why the estimate
-    may be far from the truth; None if it is close.
-    """
-
-    count: int
-    source: str
-    exact: bool
+    count: int  # bytes in the serving type
+    source: str  # "safetensors", "config", "--weights" or "unknown"
+    exact: bool  # False for an estimate
     notes: tuple[str, ...] = ()
-    doubt: str | None = None
+    doubt: str | None = None  # why the estimate may be far from the truth; None if it is close
 
 
 def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:
@@ -216,7 +212,6 @@ def _built_modules(config: Any) -> dict[str, Any] | None:
 
 
 def _classified(name: str, tensor: torch.Tensor) -> Parameters:
-    """Return the number of elements of a tensor, in the class of parameters that its name and shape indicate."""
     count = int(tensor.numel())
     if _ENCODER.search(name):
         return Parameters(encoders=count)

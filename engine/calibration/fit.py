@@ -28,14 +28,11 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Result of a fit. Errors are relative, (predicted - measured) / measured, with one number per step.
-
-    `left_out` has each step's error in a fit to all other steps (leave-one-out cross-validation).
-    """
+    """Result of a fit. Errors are relative, (predicted - measured) / measured, with one number per step."""
 
     cost: FittedCost
     errors: tuple[float, ...]
-    left_out: tuple[float, ...]
+    left_out: tuple[float, ...]  # errors in fits to all other steps (leave-one-out cross-validation)
 
     @property
     def error(self) -> float:

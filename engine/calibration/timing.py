@@ -56,7 +56,6 @@ class StepLimits(NamedTuple):
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     def allow(self, rows: Rows) -> bool:
-        """Return True if a step with these rows is within the limits."""
         lengths = [context + tokens for context, tokens in rows]
         return (
             len(rows) <= self.max_num_seqs
@@ -97,30 +96,23 @@ def describe(rows: Rows) -> str:
 
 
 class ServingOverhead(NamedTuple):
-    """Overhead of serving `num_seqs` decoding sequences, while other threads compete for the Python interpreter.
-
-    `between` is the seconds from the end of a step to the start of the next step. `slowdown` is the time of a step
-    divided by the time of the same step when nothing is served.
-    """
+    """Overhead of serving `num_seqs` decoding sequences, while other threads compete for the Python interpreter."""
 
     num_seqs: int
-    between: float
-    slowdown: float
+    between: float  # seconds from the end of a step to the start of the next step
+    slowdown: float  # time of a step divided by its time when nothing is served
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimings:
-    """Timings of `engine` on its device. `fit` is fitted to `steps`. `cost` is `fit.cost` plus the overhead of serving.
-
-    `swap_seconds_per_byte` is the time to copy one byte of KV in one direction.
-    """
+    """Timings of `engine` on its device."""
 
     engine: Engine
     steps: tuple[MeasuredStep, ...]
     serving: tuple[ServingOverhead, ...]
-    fit: Fit
-    cost: FittedCost
-    swap_seconds_per_byte: float
+    fit: Fit  # fitted to `steps`
+    cost: FittedCost  # `fit.cost` plus the overhead of serving
+    swap_seconds_per_byte: float  # for copying KV in one direction
 
 
 def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:

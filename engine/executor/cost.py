@@ -16,20 +16,14 @@ MIN_STEPS = 16
 
 
 class StepShape(NamedTuple):
-    """Quantities on which the time of a step depends. A ScheduledRow of one token is a decode, any other a prefill.
-
-    `kv_tokens` is the number of KV tokens that attention reads, summed over all rows; `prefill_kv_tokens` is the sum
-    over prefill rows only. `prefill_pairs` is the number of (query, key) pairs of prefill rows: n s + n (n + 1) / 2 for
-    n tokens after s tokens of context. The fields that begin with `window_` are the same numbers for sliding-window
-    layers.
-    """
+    """Quantities on which the time of a step depends. A ScheduledRow of one token is a decode, any other a prefill."""
 
     prefill_tokens: int
     decode_seqs: int
-    kv_tokens: int
-    prefill_kv_tokens: int = 0
-    prefill_pairs: int = 0
-    window_kv_tokens: int = 0
+    kv_tokens: int  # KV tokens that attention reads, summed over all rows
+    prefill_kv_tokens: int = 0  # the same, summed over prefill rows
+    prefill_pairs: int = 0  # (query, key) pairs of prefills: n s + n (n + 1) / 2 for n tokens after s tokens
+    window_kv_tokens: int = 0  # this and the next two are the numbers for sliding-window layers
     window_prefill_kv_tokens: int = 0
     window_pairs: int = 0
     sampled_rows: int = 0
@@ -83,18 +77,15 @@ class StepCost(Protocol):
 
 
 class FittedCost(NamedTuple):
-    """StepCost with coefficients that were fitted to measured steps:
+    """StepCost with coefficients, in seconds per unit, that were fitted to measured steps:
 
-        seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
-                  + decode_kv x KV tokens that decodes read
-                  + prefill_pair x (query, key) pairs of prefills + prefill_kv x KV tokens that prefills read
-                  + the last three terms for sliding-window layers, if the model has such layers
-
-    Coefficients are in seconds per unit and at least 0. `knee` is the number of tokens for which the arithmetic of the
-    matrix products takes as long as reading the weights.
+    seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
+              + decode_kv x KV tokens that decodes read
+              + prefill_pair x (query, key) pairs of prefills + prefill_kv x KV tokens that prefills read
+              + the last three terms for sliding-window layers, if the model has such layers
     """
 
-    knee: float
+    knee: float  # number of tokens whose matrix products take as long as reading the weights
     step: float
     token: float
     row: float

@@ -23,16 +23,13 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedExecutor(SynchronousExecutor):
-    """Executor that makes up tokens and advances `clock` by the time that `cost` predicts for each step.
-
-    `output_length` returns the number of output tokens after which a sequence ends with a stop id; None if it does not
-    end with one. `per_swapped_block` is the time, in seconds, to copy one block to or from host memory.
-    """
+    """Executor that makes up tokens and advances `clock` by the time that `cost` predicts for each step."""
 
     cost: StepCost
     clock: VirtualClock
+    #: Number of output tokens after which a sequence ends with a stop id; None if it does not.
     output_length: Callable[[Sequence], int | None] = lambda _: None
-    per_swapped_block: float = 0.0
+    per_swapped_block: float = 0.0  # seconds to copy one block to or from host memory
 
     def execute(self, plan: StepPlan) -> StepResult:
         swapping = self.per_swapped_block * (len(plan.swap_out) + len(plan.swap_in))

@@ -77,14 +77,11 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """Layout of the cached KV, with the layers that share a block (`group`).
-
-    If sliding-window layers keep the KV of all tokens, `reason` says why; otherwise it is None.
-    """
+    """Layout of the cached KV."""
 
     layout: KVLayout
-    group: tuple[LayerGroup, ...]
-    reason: str | None = None
+    group: tuple[LayerGroup, ...]  # layers that share a block
+    reason: str | None = None  # why sliding-window layers keep the KV of all tokens, if they do
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of one token's KV in one group."""

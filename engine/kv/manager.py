@@ -47,7 +47,6 @@ class StaticBatchBlocks:
         self.num_empty = 0
 
     def ref_counts(self) -> Counter[int]:
-        """Return the number of references that the batch holds to each block."""
         return Counter(block for blocks in self._blocks for block in blocks)
 
 

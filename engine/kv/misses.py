@@ -34,14 +34,11 @@ class MissKind(StrEnum):
 
 
 class Miss(NamedTuple):
-    """Reason for a miss. The first `position` tokens of the prompt match a cached prefix.
-
-    `age` is the time in seconds since the eviction of the KV; None if it is unknown or no KV was evicted.
-    """
+    """Reason for a miss. The first `position` tokens of the prompt match a cached prefix."""
 
     kind: MissKind
     position: int
-    age: float | None = None
+    age: float | None = None  # seconds since the KV was evicted, if that is known
 
 
 class Misses:
@@ -113,18 +110,14 @@ RUN = 8
 
 @dataclass(frozen=True, slots=True)
 class ChangingPrompts:
-    """Report that `count` of the last `window` prompts differ at token `position` but are similar after it.
-
-    `examples` are token ids of two of these prompts, from token `start` on. `private` is True if at least one of these
-    two prompts has a cache_salt.
-    """
+    """Report that `count` of the last `window` prompts differ at token `position` but are similar after it."""
 
     position: int
     count: int
     window: int
     start: int
-    examples: tuple[tuple[int, ...], tuple[int, ...]]
-    private: bool = False
+    examples: tuple[tuple[int, ...], tuple[int, ...]]  # token ids of two of these prompts, from token `start` on
+    private: bool = False  # True if an example has a cache_salt
 
 
 class _Divergence(NamedTuple):

@@ -24,16 +24,13 @@ def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """Pinned prefix: the number of tokens in its whole blocks, and how many of these tokens have KV already.
-
-    `expires_at` is in seconds of the engine's clock; None means that the pin never expires.
-    """
+    """Pinned prefix."""
 
     pin_id: str
     salt: str
-    num_tokens: int
-    num_written_tokens: int
-    expires_at: float | None
+    num_tokens: int  # tokens in its whole blocks
+    num_written_tokens: int  # tokens with KV
+    expires_at: float | None  # in seconds of the engine's clock; None if it never expires
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +148,6 @@ class Pins:
         return [self._state(pin) for pin in self._pins.values()]
 
     def ref_counts(self) -> Counter[int]:
-        """Return the number of references that pins hold to each block."""
         return self._holds.copy()
 
     def _window_start(self, pin: _Pin) -> int:

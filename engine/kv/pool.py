@@ -9,15 +9,11 @@ from llmsched.engine.kv.eviction import EvictionOrder
 
 
 class KVUsage(NamedTuple):
-    """Use of KV memory, as the number of tokens for which blocks have room. A token counts once in each layer group.
+    """Use of KV memory, as the number of tokens for which blocks have room. A token counts once in each layer group."""
 
-    `held` is the room in blocks that requests or pins hold. `empty` is the part of `held` without KV. `cached` is the
-    room in blocks that only the prefix cache keeps.
-    """
-
-    held: int
-    empty: int
-    cached: int
+    held: int  # room in blocks that requests or pins hold
+    empty: int  # part of `held` without KV
+    cached: int  # room in blocks that only the prefix cache keeps
     total: int
 
 

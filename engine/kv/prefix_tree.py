@@ -128,7 +128,6 @@ class PrefixTree:
         return node
 
     def add_window(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
-        """Add blocks of sliding-window groups to a node without such blocks."""
         assert not node.window_blocks
         node.window_blocks = blocks
         self._node_of_block.update(dict.fromkeys(blocks, node))
@@ -170,22 +169,15 @@ class PrefixTree:
 
 
 class PrefixHit(NamedTuple):
-    """Known prefix of a request, valid until the pool allocates a block.
+    """Known prefix of a request, valid until the pool allocates a block."""
 
-    Admission acquires the full-attention blocks of all `nodes`, and the window blocks of nodes[window_start:].
-    `num_evictable` of these blocks are held by no request or pin now. KV exists for the first `num_tokens` tokens: in
-    the blocks of the nodes, then at the beginning of the blocks `copy_from` (one for each group), which admission
-    copies. The first `num_alike` tokens match a cached prefix, with or without KV. If `from_host` is True, the request
-    resumes from its own KV in host memory.
-    """
-
-    nodes: list[PrefixNode]
-    num_evictable: int
-    num_tokens: int = 0
-    copy_from: tuple[int, ...] | None = None
-    num_alike: int = 0
+    nodes: list[PrefixNode]  # admission acquires their full-attention blocks, and window blocks from window_start on
+    num_evictable: int  # blocks to acquire that no request or pin holds now
+    num_tokens: int = 0  # tokens with KV, in the blocks of `nodes` and at the beginning of `copy_from`
+    copy_from: tuple[int, ...] | None = None  # blocks, one for each group, that admission copies
+    num_alike: int = 0  # tokens that match a cached prefix, with or without KV
     window_start: int = 0
-    from_host: bool = False
+    from_host: bool = False  # True if the request resumes from its own KV in host memory
 
     @property
     def node(self) -> PrefixNode | None:

@@ -170,17 +170,13 @@ class BlockTable:
 
 
 class SwappedKV(NamedTuple):
-    """Copy in host memory of the KV of a preempted request's first `num_tokens` tokens.
+    """Copy in host memory of the KV of a preempted request's first `num_tokens` tokens."""
 
-    `full_blocks` are the host blocks of full-attention groups from block index `first` on, sorted by index, then by
-    group. Earlier blocks are not copied, because other requests or pins hold them too. `window_blocks` are the host
-    blocks of sliding-window groups from index `window_start` on.
-    """
-
-    first: int
+    first: int  # earlier blocks are not copied, because other requests or pins hold them too
     num_tokens: int
-    full_blocks: list[int]
+    full_blocks: list[int]  # host blocks of full-attention groups from `first` on, sorted by index, then by group
     window_start: int = 0
+    #: Host blocks of sliding-window groups from `window_start` on.
     window_blocks: list[int] = []  # noqa: RUF012 (never changed)
 
     @property

@@ -73,7 +73,6 @@ def activation_bytes(
 
 
 def mlp_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
-    """Return the peak bytes of one layer's MLP."""
     head_dim = max(group.head_dim_k for group in shape.geometry.groups)
     return num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
 

@@ -71,17 +71,14 @@ class MemoryDemand:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change that makes a demand fit: `what` to do, its `cost`, and the resulting `plan`.
-
-    `settings` are the new values of EngineConfig fields, of `quantization` or of `gpu`. `servable` is False if the
-    change can be planned but this engine cannot serve with it.
-    """
+    """Change that makes a demand fit: `what` to do, its `cost`, and the resulting `plan`."""
 
     what: str
     cost: str
     plan: MemoryPlan
+    #: New values of EngineConfig fields, of "quantization" or of "gpu".
     settings: Mapping[str, Any] = field(default_factory=dict)
-    servable: bool = True
+    servable: bool = True  # False if the change can be planned but this engine cannot serve with it
 
 
 def changes(

@@ -30,13 +30,10 @@ _MAX_UNITS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Lengths of n requests in tokens, int64 [n]. If `outputs` is None, `prompts` has the total lengths.
+    """Lengths of n requests in tokens, int64 [n]."""
 
-    `source` describes the origin of the lengths in reports.
-    """
-
-    source: str
-    prompts: Counts
+    source: str  # origin of the lengths, for reports
+    prompts: Counts  # total lengths, if `outputs` is None
     outputs: Counts | None = None
 
     @property

@@ -33,30 +33,24 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Plan of a device's memory, in bytes. If the model does not fit, `problem` says why.
-
-    All parts together may take `budget_bytes`, of which `available_kv_bytes` are left for KV. A block holds block_size
-    tokens in all layers of one group of `layout`. `kv_bytes_per_token` counts full-attention layers, and
-    `kv_bytes_per_token_window` counts layers that attend only to the last `window` tokens. `state_bytes` is the
-    recurrent state of max_num_seqs_limit sequences. `headroom` is the share of blocks that admission leaves free.
-    """
+    """Plan of a device's memory, in bytes."""
 
     device: DeviceMemory
     utilisation: float
-    budget_bytes: int
+    budget_bytes: int  # for all parts together
     weights_bytes: int
     activation_bytes: int
     context_bytes: int
-    state_bytes: int
-    available_kv_bytes: int
+    state_bytes: int  # recurrent state of max_num_seqs_limit sequences
+    available_kv_bytes: int  # what the other parts leave for KV
     dtype_bytes: int
     kv_dtype_bytes: int
     layout: KVLayout
-    block_bytes: int
+    block_bytes: int  # block_size tokens in all layers of one group of `layout`
     num_blocks: int
-    headroom: float
-    kv_bytes_per_token: int
-    kv_bytes_per_token_window: int
+    headroom: float  # share of blocks that admission leaves free
+    kv_bytes_per_token: int  # in full-attention layers
+    kv_bytes_per_token_window: int  # in layers that attend only to the last `window` tokens
     window: int | None
     state_bytes_per_seq: int
     max_position: int | None
@@ -65,7 +59,7 @@ class MemoryPlan:
     max_num_seqs_limit: int
     confidence: Confidence
     notes: tuple[str, ...] = ()
-    problem: ConfigError | None = None
+    problem: ConfigError | None = None  # why the model does not fit
     measured: MeasuredMemory | None = None
 
     @property

@@ -181,19 +181,15 @@ def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlanner:
-    """Planner of one model's memory, for any settings and devices. `content` is the model's config.json.
+    """Planner of one model's memory, for any settings and devices."""
 
-    The size of the weights is `given`, or read from the files in `directory`, or counted from the config. `name` is the
-    model's name. `origin` says, for reports, where `content` was read. With `profile`, plans for GPUs are vLLM's.
-    """
-
-    content: Mapping[str, Any]
-    directory: Path | None = None
-    given: Weights | None = None
+    content: Mapping[str, Any]  # of the model's config.json
+    directory: Path | None = None  # of the weight files; None if they are not here
+    given: Weights | None = None  # size of the weights, if the user gave it
     cache: ConfigCache | None = None
     name: str = ""
-    origin: str = ""
-    profile: VllmProfile | None = None
+    origin: str = ""  # where `content` was read, for reports
+    profile: VllmProfile | None = None  # if given, plans for GPUs are vLLM's
     _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property

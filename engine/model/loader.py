@@ -37,19 +37,16 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts about a model that can be read without its weights.
-
-    `max_position` is the longest context in tokens. `sampling_defaults` are the SamplingParams fields that
-    generation_config.json sets for requests that omit them. `ignored_defaults` are fields of that file that would
-    change the output but are not supported.
-    """
+    """Facts about a model that can be read without its weights."""
 
     name: str
     architecture: str
     vocab_size: int
-    max_position: int
+    max_position: int  # longest context in tokens
     eos_token_ids: frozenset[int]
+    #: SamplingParams fields that generation_config.json sets.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: Fields of generation_config.json that would change the output but are not supported.
     ignored_defaults: Sequence[str] = ()
 
 

@@ -15,15 +15,12 @@ from llmsched.kernels.reference import AttentionOptions, AttentionShape
 
 
 class LayerShape(NamedTuple):
-    """Shape of one layer's KV. `key_dim` and `value_dim` are the widths of one head's key and value.
-
-    `window` is the number of tokens that a token attends to, itself included; None means all tokens up to itself.
-    """
+    """Shape of one layer's KV."""
 
     kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None = None
+    key_dim: int  # width of one head's key
+    value_dim: int  # width of one head's value
+    window: int | None = None  # tokens that a token attends to, itself included; None for all tokens up to itself
 
 
 class LayerPlace(NamedTuple):
@@ -56,15 +53,11 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """KV of all blocks. `places` has the group and the part of each layer.
+    """KV of all blocks. Layers with the same part in different groups share tensors."""
 
-    Layers with the same part in different groups share tensors. For each part, `keys` has a tensor [num_blocks,
-    kv_heads, block_size, key_dim], and `values` one [num_blocks, kv_heads, block_size, value_dim].
-    """
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    places: list[LayerPlace]
+    keys: list[torch.Tensor]  # for each part [num_blocks, kv_heads, block_size, key_dim]
+    values: list[torch.Tensor]  # for each part [num_blocks, kv_heads, block_size, value_dim]
+    places: list[LayerPlace]  # group and part of each layer
 
     @classmethod
     def allocate(

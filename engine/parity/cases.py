@@ -30,15 +30,11 @@ class ParityPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts of all cases. `general` prompts have varied lengths; the first is exactly 3 blocks long.
+    """Prompts of all cases."""
 
-    Each prompt in `edges` begins with tokens of the first general prompt. `shared` is the number of these tokens for
-    each prompt in `edges`, close to 1 or 2 blocks.
-    """
-
-    general: tuple[ParityPrompt, ...]
-    edges: tuple[ParityPrompt, ...]
-    shared: tuple[int, ...]
+    general: tuple[ParityPrompt, ...]  # prompts of varied lengths; the first is exactly 3 blocks long
+    edges: tuple[ParityPrompt, ...]  # prompts that begin with tokens of the first general prompt
+    shared: tuple[int, ...]  # number of these tokens for each prompt in `edges`: close to 1 or 2 blocks
 
     @property
     def all(self) -> tuple[ParityPrompt, ...]:
@@ -55,7 +51,6 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
         return tuple((known * -(-length // len(known)))[:length])
 
     def random_ids(length: int, other_than: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return `length` random token ids. The first is not in `other_than`."""
         ids = [generator.randrange(id_limit) for _ in range(length)]
         if ids and ids[0] in other_than:
             ids[0] = (ids[0] + 1) % id_limit
@@ -83,21 +78,17 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
 
 @dataclass(frozen=True, slots=True)
 class ParityCase:
-    """Case of the parity check: an engine's settings and the prompts that it gets.
-
-    The prompts of a wave are added together after the previous wave has finished. `token_budget` is
-    max_num_batched_tokens. `num_tokens` is the length of each output. `cached_tokens` are the expected prefix hits, in
-    tokens, of the last wave. If `preempted` is not None, at least one request must be preempted in this way.
-    """
+    """Case of the parity check: an engine's settings and the prompts that it gets."""
 
     name: str
+    #: The prompts of a wave are added together after the previous wave has finished.
     waves: tuple[tuple[ParityPrompt, ...], ...]
-    token_budget: int
+    token_budget: int  # max_num_batched_tokens
     num_blocks: int
-    num_tokens: int
+    num_tokens: int  # length of each output
     caching: bool = False
-    cached_tokens: tuple[int, ...] | None = None
-    preempted: Literal["recompute", "swap"] | None = None
+    cached_tokens: tuple[int, ...] | None = None  # expected prefix hits of the last wave, in tokens
+    preempted: Literal["recompute", "swap"] | None = None  # how at least one request must be preempted
 
 
 def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterator[ParityCase]:

@@ -19,15 +19,11 @@ IMPLEMENTATION = "eager"
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Greedy output of transformers' `generate`: n tokens and their logits [n, V] from one full forward pass.
-
-    `spread` is the largest difference between these logits and the logits of `generate`, which uses a KV cache. So
-    `spread` shows how much two correct computations differ.
-    """
+    """Greedy output of transformers' `generate`: n tokens and their logits [n, V] from one full forward pass."""
 
     token_ids: tuple[int, ...]
     logits: torch.Tensor
-    spread: float
+    spread: float  # largest difference between `logits` and the logits of `generate`, which uses a KV cache
 
 
 class Reference:
@@ -77,17 +73,15 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest difference of logits that counts as correct for one model.
+    """Largest difference of logits that counts as correct for one model."""
 
-    The shape of a batch decides in which order floating-point numbers are added. So two correct computations of a logit
-    differ in proportion to the size of the logit. On SmolLM2-135M, whose largest logits are about 40, transformers'
-    generation with a KV cache differs from its full forward pass by up to 8e-5 in float32 and 0.75 in bfloat16.
-
-    `routed` is True for a mixture of experts, where rounding may select another expert and change logits abruptly. In
-    types shorter than float32, only the median over positions must then be within the limit.
-    """
+    # The shape of a batch decides in which order floating-point numbers are added. So two correct computations of a
+    # logit differ in proportion to the size of the logit. On SmolLM2-135M, whose largest logits are about 40,
+    # transformers' generation with a KV cache differs from its full forward pass by up to 8e-5 in float32 and 0.75 in
+    # bfloat16.
 
     dtype: torch.dtype
+    #: True for a mixture of experts, where rounding may select another expert and change logits abruptly.
     routed: bool = False
 
     FLOAT32 = 1e-4
@@ -111,7 +105,6 @@ class Tolerance:
 
     @property
     def rule(self) -> str:
-        """Description of the tolerance for reports."""
         name = str(self.dtype).removeprefix("torch.")
         if self.dtype == torch.float32:
             return f"{name}: {self.FLOAT32:g}, or {self.FLOAT32_SHARE:g} of the largest logit if that is more"
@@ -135,35 +128,28 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First output token that differs from the reference, at index `position` of the output for `prompt`.
-
-    `margin` is the reference's logit of `expected` minus its logit of `got`. `explained` is True if the engine's logits
-    differ enough from the reference's logits to swap these tokens.
-    """
+    """First output token for the prompt named `prompt` that differs from the reference."""
 
     prompt: str
-    position: int
+    position: int  # of the token in the output
     expected: int
     got: int
-    margin: float
-    explained: bool
+    margin: float  # the reference's logit of `expected` minus its logit of `got`
+    explained: bool  # True if the engine's logits differ enough from the reference's to swap these tokens
 
 
 @dataclass(slots=True)
 class CaseResult:
-    """Result of one case. `differences` [n] has the largest difference of logits at each position.
-
-    `judged_logit_diff` (see `Tolerance.judged`) must be at most `tolerance`; None means that no logits were compared.
-    `problems` describes other faults, such as a failed engine or a missing preemption.
-    """
+    """Result of one case."""
 
     name: str
-    judged_logit_diff: float | None = None
+    judged_logit_diff: float | None = None  # see `Tolerance.judged`; None if no logits were compared
     tolerance: float = 0.0
+    #: [n], the largest difference of logits at each position.
     differences: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     detail: str = ""
     divergences: list[Divergence] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # other faults, such as a failed engine or a missing preemption
 
     @property
     def tokens_equal(self) -> bool:
@@ -182,15 +168,12 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """Results of all cases of one model. `spread` is the largest `Continuation.spread`.
-
-    `model_impl` says what computed the engine's logits; None if no engine could be built.
-    """
+    """Results of all cases of one model."""
 
     checks: tuple[CaseResult, ...]
     tolerance: Tolerance
-    spread: float
-    model_impl: str | None = None
+    spread: float  # largest `Continuation.spread`
+    model_impl: str | None = None  # what computed the engine's logits; None if no engine could be built
 
     @property
     def ok(self) -> bool:

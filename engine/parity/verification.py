@@ -42,8 +42,6 @@ MAX_LOGIT_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Model under test, on its device."""
-
     model: PreTrainedModel
     info: ModelInfo
     tokenizer: Tokenizer
@@ -181,7 +179,6 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
 def _run_wave(
     engine: Engine, executor: TorchExecutor, prompts: ListLike[ParityPrompt], num_tokens: int
 ) -> list[EngineOutput]:
-    """Run all prompts as simultaneous requests and return their outputs."""
     outputs = {prompt.name: EngineOutput(prompt) for prompt in prompts}
     by_sequence = {f"{name}/0": output for name, output in outputs.items()}
 

@@ -120,7 +120,6 @@ class Admission:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
     def _admit(self, request: Request) -> bool:
-        """Try to admit a waiting request. Return True if it was admitted."""
         if self.is_full:
             return False
         if request in self._excluded:

@@ -74,6 +74,5 @@ class Backfill:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Drop the reservation of a request that no longer waits."""
         if self._reserved is request:
             self._reserved = None

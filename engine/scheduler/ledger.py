@@ -28,14 +28,11 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class Entry:
-    """Decision about a request, made `count` times in a row from `time` to `until` (seconds of the engine's clock).
-
-    `what` is the name of the decision, such as "preempted". `details` has its latest reason and figures.
-    """
+    """Decision about a request, made `count` times in a row from `time` to `until` (seconds of the engine's clock)."""
 
     time: float
-    what: str
-    details: dict[str, Detail]
+    what: str  # name of the decision, such as "preempted"
+    details: dict[str, Detail]  # reason and figures of the last of these decisions
     until: float
     count: int = 1
 

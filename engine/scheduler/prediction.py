@@ -32,16 +32,12 @@ _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 
 
 class Outlook(NamedTuple):
-    """Lengths of n requests in tokens, from which their output lengths are predicted.
+    """Lengths of n requests in tokens, from which their output lengths are predicted."""
 
-    `num_tokens` is the present length of each request, `done` its generated tokens, and `limit` its max_tokens, each
-    int64 [n]. `learned` has a pair for each priority with enough finished outputs: a mask (bool [n]) of the requests of
-    this priority, and the sorted lengths of these outputs.
-    """
-
-    num_tokens: Tokens
-    done: Tokens
-    limit: Tokens
+    num_tokens: Tokens  # present lengths, int64 [n]
+    done: Tokens  # generated tokens, int64 [n]
+    limit: Tokens  # max_tokens, int64 [n]
+    #: Per priority: mask (bool [n]) of its requests, and sorted lengths of finished outputs.
     learned: list[tuple[npt.NDArray[np.bool_], Tokens]]
 
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:

@@ -71,14 +71,10 @@ class MeasuredCosts:
 
 
 class Loss(NamedTuple):
-    """Cost of preempting a request now.
+    """Cost of preempting a request now."""
 
-    If `swap` is True, `seconds` is the time to copy `num_blocks` blocks to host memory and back. Otherwise `seconds` is
-    the time to recompute `num_tokens` tokens.
-    """
-
-    swap: bool
-    seconds: float
+    swap: bool  # True for copying blocks to host memory and back, False for recomputing tokens
+    seconds: float  # of the copies or of the computation
     num_tokens: int
     num_blocks: int
 

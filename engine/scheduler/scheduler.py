@@ -100,7 +100,6 @@ class Scheduler:
             self.admission.changed()
 
     def unpin(self, pin_id: str) -> None:
-        """Release a pinned prefix. Raises RequestError if the id is unknown."""
         self.kv.pins.delete(pin_id)
         self.admission.changed()
 
@@ -112,7 +111,6 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def idle_until(self) -> float | None:
-        """Return the time (engine's clock) until which an idle engine waits for requests; None if it does not wait."""
         first = self.waiting.first_arrival
         if self.running or first is None or len(self.waiting) >= self.config.min_schedule_batch:
             return None

@@ -79,10 +79,10 @@ class WaitingTimes:
 
 
 class Offer(NamedTuple):
-    """Waiting request to consider for admission next. It was chosen by arrival time if `by_arrival`, else by rank."""
+    """Waiting request to consider for admission next."""
 
     request: Request
-    by_arrival: bool
+    by_arrival: bool  # True if it was chosen by arrival time, False if by rank
 
 
 class WaitingQueue:
@@ -135,7 +135,6 @@ class WaitingQueue:
         return self.times.end(request)
 
     def short_ones(self, count: int) -> list[Request]:
-        """Return the first `count` short requests by rank."""
         return self._short[:count]
 
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
