@@ -1,4 +1,4 @@
-"""Charts as data, and their drawing with text characters. The module html_page draws them as SVG."""
+"""Charts, and functions that draw them with text characters. The module html_page draws them as SVG."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Chart of series, with the labels and units of its axes in `x` and `y`.
+    """Chart of series. `x` and `y` are the labels of the axes.
 
     `stacked` draws each series as an area on top of the previous one; all series then have points at the same x.
-    `limits` are named horizontal lines, such as an SLO; `marks` are named vertical lines. The x axis covers at least
+    `limits` are horizontal lines with a name, such as an SLO, and `marks` vertical ones. The x axis covers at least
     `span`.
     """
 
@@ -111,7 +111,7 @@ def drawable(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` of the points, including the lowest and the highest of each part of the line."""
+    """Return at most `most` of the points, in order. The highest and the lowest points are kept."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, most // 2)

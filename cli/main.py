@@ -162,7 +162,6 @@ def main() -> None:
 
 
 def _drop_output() -> None:
-    """Discard output that stdout and stderr can no longer write. Writing it at exit would change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -40,7 +40,7 @@ class LogProgress:
         self._detail = f" ({text})"
 
     def done(self) -> None:
-        """Report the end of successful work, unless the log has no line about it."""
+        """Report that the work succeeded, if earlier lines have reported its progress."""
         if self._told:
             self._say(f"done after {self._now() - self._start:.1f} s")
 
@@ -54,7 +54,7 @@ _displays: list[Display] = []
 
 
 def detail(text: str) -> None:
-    """Show `text` beside the progress of the current work, if that is shown."""
+    """Show `text` in the progress display, if there is one."""
     if _displays:
         _displays[-1].detail(text)
 

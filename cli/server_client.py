@@ -46,7 +46,7 @@ def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
 
 
 def checked(response: httpx.Response, key: str) -> dict[str, Any]:
-    """Return a response's JSON object. Raises LlmschedError for an error, ValueError for an object without `key`."""
+    """Return a response's JSON object. Raises LlmschedError for an error response, ValueError if `key` is missing."""
     body = response.json()
     if response.status_code == 200 and isinstance(body, dict) and key in body:
         return body

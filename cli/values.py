@@ -32,7 +32,7 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za
 
 
 def server_url(text: str) -> str | None:
-    """Return the URL of the server that `text` names, or None if it is not an address. HOST:PORT is taken as http."""
+    """Return the URL of the server at the address `text`, or None for any other text. HOST:PORT is taken as http."""
     scheme, _, rest = text.partition(":")
     is_http = scheme.lower() in ("http", "https") or text.lower().startswith(("http//", "https//"))
     if is_http and rest.startswith("//"):

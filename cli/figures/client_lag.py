@@ -64,7 +64,7 @@ async def _watch(interval: float, lags: list[LoopLag]) -> None:
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """Disable full garbage collections while the block runs, because they would look like stalls of every stream."""
+    """Disable full garbage collections while the block runs, because each would look like a stall of every stream."""
     gc.collect()
     gc.freeze()
     young, middle, old = gc.get_threshold()

@@ -21,8 +21,8 @@ DEFINITIONS = {
 class TargetState(NamedTuple):
     """State of a target at `time` in seconds. A value that the target does not report is None.
 
-    The last three values are shares of all KV memory: `kv_held` belongs to requests, `kv_empty` is the part of
-    `kv_held` without KV yet, and `kv_cached` belongs only to the prefix cache.
+    `kv_held` is the share of KV memory that requests hold, `kv_empty` the share that they hold but have not filled yet,
+    and `kv_cached` the share that only the prefix cache holds.
     """
 
     time: float
@@ -43,7 +43,7 @@ class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
     `peak` and `total` are in tokens. `held_steps` counts the steps in which requests held KV memory, and `empty_shares`
-    adds up which share of the held memory was empty in each of these steps.
+    is a sum over these steps: the share of the held memory that was empty.
     """
 
     steps: int = 0
@@ -114,7 +114,7 @@ class MemoryUsage:
 def memory_usage(
     samples: Sequence[TargetState], parts: MemoryParts | None, meter: KVMeter | None
 ) -> MemoryUsage | None:
-    """Return the memory usage from the meter if it observed steps, else from the samples; None without either."""
+    """Return the memory usage from `meter` if it observed steps, else from `samples`; None without either."""
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:

@@ -31,7 +31,7 @@ class LatencySummary(Summary):
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latency distributions of the completed requests, in seconds. `stalls` has the longest stalls."""
+    """Latency distributions of the completed requests, in seconds, and the longest `stalls`."""
 
     ttft: LatencySummary
     itl: LatencySummary
@@ -46,7 +46,7 @@ class Latencies:
 class ReadingPauses:
     """Pauses noticed by a reader who reads `tokens_per_s` tokens per second.
 
-    `waits` has the seconds that the reader waits for each late token, and `late_tokens` is the share of such tokens.
+    `late_tokens` is the share of tokens for which the reader has to wait, and `waits` has the seconds of each wait.
     `interrupted` is the share of requests that had a late token or failed.
     """
 
@@ -57,7 +57,7 @@ class ReadingPauses:
 
 
 def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start: float) -> Latencies:
-    """Summarise the latencies of a run that began at `start`. `connect` has the seconds to open each connection."""
+    """Summarise latencies. `connect` has the seconds to open each connection, `start` is the start of the run."""
     latencies = [one.latency for one in done]
     worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
     stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)

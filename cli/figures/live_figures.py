@@ -43,7 +43,6 @@ class LiveFigures:
         return counted
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request that was served or failed, and update the display."""
         now = self._now()
         self._ends.append(now)
         if (one := served(record, None)) is not None:

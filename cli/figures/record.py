@@ -1,5 +1,3 @@
-"""Records that the client fills in during a run."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -44,8 +42,8 @@ class RequestRecord:
 
     `scheduled` is when the request should have been sent, and `ready` is when --max-concurrency allowed the client to
     send it. `connecting` and `connected` are None if the client reused a connection. `sent` is when the first byte was
-    written, `end` when the response ended or failed. `asked_tokens` is the exact output length requested, None if the
-    answer may be shorter. `prompt_len` is in tokens; each word of a text counts as one.
+    written, `end` when the response ended or failed. `asked_tokens` is the exact output length requested, or None.
+    `prompt_len` is in tokens; each word of a text counts as one.
     """
 
     index: int
@@ -107,9 +105,8 @@ class LoopLag(NamedTuple):
 class RunRecord:
     """Record of one run of a load. All times are seconds on one clock. None means unknown.
 
-    `own_process` is False if the client ran in the target's process, where loop lag is part of the target's latency.
-    `interrupted` means that the user ended the run. `repeated_share` is the share of prompt tokens that repeat the
-    start of an earlier prompt of the load, which limits what a prefix cache can serve.
+    `own_process` is False if the client ran in the target's process. `interrupted` means that the user ended the run.
+    `repeated_share` is the share of prompt tokens that repeat the start of an earlier prompt of the load.
     """
 
     records: Sequence[RequestRecord]
@@ -124,7 +121,6 @@ class RunRecord:
 
     @property
     def start(self) -> float:
-        """Time at which the first request was scheduled."""
         return min((record.scheduled for record in self.records), default=0.0)
 
     @property

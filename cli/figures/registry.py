@@ -43,8 +43,8 @@ class Place(Flag):
 class Figure:
     """Figure of a run. `name` is its JSON key, `label` its name in tables.
 
-    `definition` maps each term that reports explain to a sentence. If the JSON value is an object, `csv_keys` and
-    `ratio_keys` name the entries that CSV and --compare show.
+    `definition` maps terms to sentences that explain them. If the JSON value is an object, `csv_keys` and `ratio_keys`
+    name the entries that CSV and --compare show.
     """
 
     name: str
@@ -267,7 +267,6 @@ def paths_in(place: Literal[Place.CSV, Place.RATIOS]) -> list[tuple[Figure, tupl
 
 
 def look_up(report: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """Return the value at a path in a JSON report; None if the report has no such path."""
     value: Any = report
     for name in path:
         if not isinstance(value, Mapping):
@@ -284,7 +283,7 @@ def as_json(experiment: Experiment, figures: Measurement) -> dict[str, Any]:
 
 
 def definitions_in(places: Place, run: MeasuredRun | None = None) -> dict[str, str]:
-    """Return the definitions of the figures shown in these places. With `run`, skip the figures that it lacks."""
+    """Return the definitions of the figures shown in these places. With `run`, skip figures that the run lacks."""
     found: dict[str, str] = {}
     for figure in figures_in(places):
         if run is None or figure.get(*run) is not None:

@@ -54,10 +54,10 @@ def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> R
 
 
 def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
-    """Return the start and end of the steady state, on the clock of the records; None if that state is too short.
+    """Return the start and end of the steady state, on the clock of the records; None if it is too short.
 
-    It starts one median E2E after the start of the run, when about as many requests end as are sent. It ends with the
-    first request that ends after the last one was sent.
+    The steady state starts one median E2E after the start of the run, when about as many requests end as are sent. It
+    ends with the first request that ends after the last one was sent.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]

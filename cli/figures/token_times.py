@@ -62,13 +62,11 @@ def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[l
 
 
 def worst_source(requests: Sequence[ServedRequest]) -> str | None:
-    """Return the least reliable source of the requests' token counts."""
     used = {one.counted_by for one in requests}
     return next((source for source in (CHUNKS, RETOKENISED, USAGE, EXACT) if source in used), None)
 
 
 def _spread(tokens: int, times: Sequence[float]) -> list[Arrival]:
-    """Spread `tokens` evenly over chunks that arrived at `times`. The first chunk gets at least one token."""
     if not times:
         return []
     ends = [-(-tokens * (index + 1) // len(times)) for index in range(len(times))]

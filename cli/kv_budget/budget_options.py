@@ -26,8 +26,6 @@ _MAX_CV = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BudgetOptions:
-    """Flags that only kv-budget has."""
-
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -108,7 +106,6 @@ class BudgetOptions:
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
 
     def check(self) -> None:
-        """Raise ConfigError if flags contradict each other or a value is out of range."""
         if self.emit is not None:
             if self.gpu == ALL:
                 raise ConfigError("emit", "is for one GPU; name it with --gpu instead of all")
@@ -149,9 +146,7 @@ class BudgetOptions:
         return [gpu_device(_find_gpu("simulate", (self.simulate or "").partition(":")[0], ", or local"))]
 
     def distribution(self, config: EngineConfig) -> LengthDistribution | None:
-        """Return the request lengths of --lengths, or of --mean-len and --cv-len, if given.
-
-        Raises ConfigError if the file is not valid, or if --mean-len exceeds max_model_len.
+        """Return the request lengths that --lengths or --mean-len describes, if given. Raises ConfigError if invalid.
         """
         limit = config.max_model_len
         if self.mean_len is not None and limit is not None and self.mean_len > limit:
@@ -171,7 +166,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. Raises ConfigError, which names the flag `field` and ends in `alternative`."""
+    """Return the GPU `name`. If it is unknown, raise ConfigError for the flag `field`, which ends in `alternative`."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:
@@ -181,7 +176,7 @@ def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
 def read_lengths(path: Path) -> LengthDistribution:
     """Return the lengths of the requests in a trace or in a file of lengths. A length of 0 becomes 1.
 
-    Raises ConfigError if the file cannot be read, or if it states the output length of only some requests.
+    Raises ConfigError if the file cannot be read, or if only some requests have an output length.
     """
     import numpy as np
 

@@ -20,7 +20,7 @@ _GIB = 1 << 30
 
 
 def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
-    """Return the command that starts `engine` with the plan. Raises ConfigError if it cannot name the model."""
+    """Return the command that starts `engine` with the plan. Raises ConfigError if the model's name is unknown."""
     model = _model(analysis)
     if model is None:
         raise ConfigError("emit", f"{analysis.spec} names no model; give its directory or its hub id as MODEL")
@@ -30,7 +30,7 @@ def command_line(analysis: BudgetAnalysis, engine: OtherEngine) -> str:
 def serve_line(analysis: BudgetAnalysis) -> str | None:
     """Return the `llmsched serve` command of the plan, or None if `serve` cannot run the plan.
 
-    If the demand does not fit, the command has the settings of the cheapest change that makes it fit on this device.
+    If the demand does not fit, the command has the settings of the cheapest change that makes it fit.
     """
     config = analysis.config
     if analysis.planner.profile is not None:
@@ -49,7 +49,7 @@ def serve_line(analysis: BudgetAnalysis) -> str | None:
 
 
 def with_vllm_defaults(config: EngineConfig, given: Mapping[str, Any], device: DeviceMemory) -> EngineConfig:
-    """Return `config` with vLLM's defaults for the settings not in `given`. For a CPU, nothing is changed."""
+    """Return `config` with vLLM's defaults for the settings not in `given`. Return `config` unchanged for a CPU."""
     defaults: Mapping[str, Any] = vllm_defaults(device) if device.kind == "cuda" else {}
     return replace(config, **{name: value for name, value in defaults.items() if name not in given})
 

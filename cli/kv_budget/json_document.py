@@ -22,7 +22,6 @@ _MOST_SEQS = 1 << 16
 
 
 def document(analysis: BudgetAnalysis) -> dict[str, Any]:
-    """Return the document of `kv-budget --json` for one device."""
     plan, mean, longest = analysis.plan, analysis.mean_len, analysis.plan.max_model_len
     return {
         "model": analysis.spec,
@@ -74,7 +73,6 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
 
 
 def comparison_document(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> dict[str, Any]:
-    """Return the document of `kv-budget --gpu all --json`."""
     first = compared[0][1]
     return {
         "model": first.spec,

@@ -15,7 +15,7 @@ def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], lis
     """Simulate a closed loop on `device` with as many running requests as admission allows, but at most --users.
 
     Return the JSON document (times in milliseconds, rates per second) and sentences about its accuracy, or None if the
-    model does not fit. Raises ConfigError for an unknown GPU, or a "local" device without calibration of the model.
+    model does not fit. Raises ConfigError for an unknown GPU, or if "local" was not calibrated with this model.
     """
     from llmsched.cli.figures.measure import measure
     from llmsched.cli.load.synthetic_load import SyntheticLoad

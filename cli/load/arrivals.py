@@ -1,7 +1,7 @@
-"""Random arrival times of requests, at a rate that may change over time and with random gaps.
+"""Random arrival times of requests, at a rate that may change over time.
 
-Request k is due when the integral of the rate since the start equals the k-th arrival at a mean rate of 1: the time
-rescaling of an inhomogeneous Poisson process.
+Arrivals at a mean rate of 1 are drawn and then stretched in time: request k is due when the integral of the rate
+reaches the k-th arrival (time rescaling of an inhomogeneous Poisson process).
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _HALVINGS = 64
 class Arrivals:
     """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
 
-    All gaps of the `process` "constant" are equal. Otherwise they have a gamma distribution with a coefficient of
-    variation of 1 / sqrt(burstiness), which is a Poisson process for a `burstiness` of 1. The rate of "daynight"
-    follows a cosine from rate x (1 - day_amplitude) to rate x (1 + day_amplitude) and back in `day_period` seconds.
-    Raises ConfigError if a setting is out of range or has no effect.
+    The gaps of the `process` "constant" are equal. All others have a gamma distribution with a coefficient of variation
+    of 1 / sqrt(burstiness). The rate of "daynight" is a cosine between rate x (1 - day_amplitude) and rate x (1 +
+    day_amplitude) with a period of `day_period` seconds. Raises ConfigError for an invalid setting.
     """
 
     rate: float
@@ -91,8 +90,8 @@ class Arrivals:
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
         """Return the times of requests in seconds after the start, in ascending order. The first is 0.
 
-        There are at most `count` requests, and all times are below `duration` seconds; one of the two may be None. A
-        ramp ends at `duration` or, without it, with the last request.
+        At most `count` requests are due, all before `duration` seconds; one of the two may be None. A ramp ends at
+        `duration` or, without a duration, with the last request.
         """
         if duration is None:
             if count is None:

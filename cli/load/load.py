@@ -22,7 +22,7 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 class PlannedRequest:
     """Request of a load for `output_len` tokens, due `offset` seconds after the start.
 
-    A closed loop ignores `offset`. `cache_salt` keeps a server from reusing the prefix cache of earlier runs.
+    A closed loop ignores `offset`. `cache_salt` keeps a server from reusing KV that it cached in an earlier run.
     """
 
     index: int
@@ -55,8 +55,8 @@ class Load(Schedule, ABC):
         """Return the requests in the order of their offsets.
 
         Random prompts consist of the token ids `ids`, or of words if `ids` is None. `encode` turns the texts of a trace
-        into token ids, unless `ids` is None, and counts the tokens of its answers. Without `encode`, each word counts
-        as one token.
+        into token ids, unless `ids` is None, and counts the tokens of answers. Without `encode`, each word counts as
+        one token.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [
@@ -98,14 +98,14 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """Return values that `parameters` adds to the settings or puts in the place of settings of the same name."""
+        """Return values for `parameters`, in addition to the settings or instead of settings with the same name."""
 
     def with_seed(self, seed: int) -> Self:
         return replace(self, seed=seed)
 
     @abstractmethod
     def at_rate(self, rate: float) -> Self:
-        """Return this load at another rate (requests per second). Raises ConfigError if it cannot have this rate."""
+        """Return this load at another rate (requests per second). Raises ConfigError for the arrivals "ramp"."""
 
     @abstractmethod
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
@@ -115,7 +115,7 @@ class Load(Schedule, ABC):
         """
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
-        """Return the load of `head` as a closed loop of one request at a time."""
+        """Return the same load as `head`, but with each request sent when the previous one has ended."""
         return replace(self.head(count, seed=seed), max_concurrency=1)
 
 
@@ -124,7 +124,7 @@ def plan_first(
 ) -> tuple[list[PlannedRequest], float | None]:
     """Return the first `count` requests of a load (None: all), and the load's `stop_after` in seconds.
 
-    If only some requests are returned, `stop_after` is reduced in proportion. `Load.plan` explains `ids` and `encode`.
+    If only some requests are returned, `stop_after` is reduced in proportion. See `Load.plan` for `ids` and `encode`.
     """
     planned, stop_after = load.plan(ids, encode), load.stop_after
     if count is None:

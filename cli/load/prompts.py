@@ -39,7 +39,7 @@ PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """Prompt of token ids or of text: either `token_ids` or `text` is None. Each access computes the value again."""
+    """Prompt of token ids or of text: one of `token_ids` and `text` is None. Each access computes the value again."""
 
     __slots__ = ()
 
@@ -50,7 +50,6 @@ class Prompt:
 
     @property
     def content_key(self) -> tuple[Part, ...] | bytes:
-        """Value by which `repeated_share` compares prompts."""
         raise NotImplementedError
 
     @property
@@ -94,10 +93,7 @@ class Vocabulary:
         self._symbols = np.array(WORDS if ids is None else ids, dtype=object)  # the objects are shared, not copied
 
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
-        """Return the tokens or words of all parts, in order.
-
-        Each of them depends only on the seed, the family and number of its part, and its position in the part.
-        """
+        """Return the tokens or words of all parts, in order. Equal parts have equal tokens."""
         families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
         keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
         counts = lengths.astype(np.int64)
@@ -177,7 +173,7 @@ class TextPrompt(Prompt):
 def repeated_share(prompts: Iterable[Prompt]) -> float:
     """Return the share of all prompt tokens that an unlimited prefix cache, empty at first, could serve.
 
-    The share does not depend on the order of the prompts. Given texts are counted in bytes.
+    Given texts are counted in bytes.
     """
     keys = sorted((prompt.content_key for prompt in prompts), key=lambda key: (isinstance(key, bytes), key))
     sizes = [len(key) if isinstance(key, bytes) else sum(part.length for part in key) for key in keys]
@@ -254,7 +250,6 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of each 64-bit number."""
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
     values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]

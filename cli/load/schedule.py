@@ -22,13 +22,13 @@ SHAPES = ("arrivals", "burstiness", "ramp_to", "day_period", "day_amplitude")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Settings for the times at which requests are sent; `Arrivals` describes those of random arrivals.
+    """Settings for the times at which requests are sent. `Arrivals` describes the settings of random arrivals.
 
-    `request_rate` is in requests per second; inf sends all requests at once, as does a schedule without a rate and
-    without `max_concurrency`. With `max_concurrency` and no rate, the loop is closed: each request is sent when an
-    earlier one ends. With both, a request that is due waits until fewer than `max_concurrency` run, and the wait counts
-    as latency. `seed` determines lengths, times and, with `prompt_seed`, the tokens of random prompts. Raises
-    ConfigError if a setting is out of range or has no effect.
+    `request_rate` is in requests per second. If it is inf, or if neither it nor `max_concurrency` is given, all
+    requests are sent at once. With `max_concurrency` alone, the loop is closed: each request is sent when an earlier
+    one ends. With both, a request that is due waits until fewer than `max_concurrency` requests run, and the wait
+    counts as latency. `seed` determines lengths, times and, with `prompt_seed`, the tokens of random prompts. Raises
+    ConfigError for an invalid setting.
     """
 
     seed: int = 0
@@ -59,7 +59,7 @@ class Schedule:
             )
 
     def check_shape(self) -> None:
-        """Raise LlmschedError if the load has no rate, but settings of random arrivals, such as `burstiness`."""
+        """Raise LlmschedError if the load has settings of random arrivals, such as `burstiness`, but no rate."""
         if self.process is None and self.shaped:
             raise LlmschedError(
                 f"{', '.join(map(setting, self.shaped))}: only has an effect with a finite {setting('request_rate')}"
@@ -72,7 +72,6 @@ class Schedule:
 
     @cached_property
     def process(self) -> Arrivals | None:
-        """Schedule of random arrivals, if requests are sent at random times."""
         if self.replayed or self.request_rate is None or math.isinf(self.request_rate):
             return None
         return Arrivals(
@@ -109,7 +108,6 @@ class Schedule:
 
     @property
     def token_seed(self) -> int:
-        """Seed of the tokens of random prompts."""
         return self.seed + (self.prompt_seed << 32)
 
     @property

@@ -36,7 +36,7 @@ _SLOWEST = 1e-9
 class TraceLoad(Load):
     """Load of the requests of a trace.
 
-    A trace with times is replayed `speedup` times as fast, or at a finite `request_rate` with the same pattern. Without
+    The trace is replayed at its own times, `speedup` times as fast, or at a finite mean rate of `request_rate`. Without
     times, with `ignore_timestamps` or with a rate of inf, the settings of `Schedule` determine when requests are sent.
 
     `max_input_len` and `max_output_len` (tokens) cut longer prompts and answers. `output_len` (tokens) is for requests

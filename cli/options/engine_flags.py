@@ -39,14 +39,16 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 class EngineOptions:
     """Engine flags on the command line.
 
-    `given` maps knobs to values. The knobs in `automatic` were given as "auto": a profile does not set them.
+    `given` maps knobs to values. The knobs in `automatic` were given as "auto": they keep their defaults, even if a
+    profile sets them.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     automatic: frozenset[str] = frozenset()
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
-        """Return the config for `model`: the flags, then `defaults` for knobs without a flag. Raises ConfigError."""
+        """Return the config for `model`. Knobs without a flag come from `defaults`. Raises ConfigError for a bad value.
+        """
         profile = {name: value for name, value in (defaults or {}).items() if name not in self.automatic}
         return EngineConfig(**{**profile, **self.given, "model": model})
 
@@ -54,7 +56,7 @@ class EngineOptions:
 def with_engine_options(
     exclude: Collection[str] = (), only: Collection[str] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a Typer command one option per knob of EngineConfig, in its argument `engine_options: EngineOptions`."""
+    """Return a decorator that gives a Typer command an option per knob, and passes the values as `engine_options`."""
     types = get_type_hints(EngineConfig)
     wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
     knobs = [f for f in fields(EngineConfig) if f.name in wanted - {"model", *exclude}]

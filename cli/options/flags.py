@@ -35,7 +35,7 @@ ModelArgument = Annotated[
 
 
 def resolve_model(argument: str | None) -> str:
-    """Return `argument`, or else the value of $LLMSCHED_MODEL or "demo", and print that choice on stderr."""
+    """Return `argument`. If it is None, choose $LLMSCHED_MODEL or "demo", and print the choice on stderr."""
     if argument:
         return argument
     if model := os.environ.get("LLMSCHED_MODEL"):
@@ -103,10 +103,10 @@ def with_options(
     make: Callable[[F], Any] = lambda given: given,
     shown: Mapping[str, object] = MappingProxyType({}),
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a Typer command one option per field of the dataclass `flags`. A field's annotation holds its typer.Option.
+    """Return a decorator that gives a Typer command an option per field of the dataclass `flags`.
 
-    The command receives the result of `make` as its argument `keyword`. `shown` maps fields whose default is None to
-    the default that the help states.
+    The annotation of a field holds its typer.Option. The command receives the result of `make` as its argument
+    `keyword`. `shown` maps fields whose default is None to the default that the help states.
     """
     assert is_dataclass(flags)
     types = get_type_hints(flags, include_extras=True)
@@ -130,7 +130,7 @@ def option_parameter(name: str, annotation: Any, default: Any = None) -> inspect
 def replace_keyword(
     keyword: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a Typer command `options` in place of its parameter `keyword`, which receives the result of `make`."""
+    """Return a decorator that gives a Typer command `options`, from which `make` computes the argument `keyword`."""
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
         own = inspect.signature(command, eval_str=True).parameters

@@ -226,7 +226,7 @@ class LoadFlags(TraceFlags, SourceFlags):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Load of the flags, with the timeout of each request in seconds and the trace file, if a flag names one."""
+    """Load that flags describe. `timeout` is in seconds per request. `trace` is the trace file, if a flag names one."""
 
     load: Load
     timeout: float
@@ -234,7 +234,7 @@ class LoadOptions:
 
 
 def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a Typer command the flags of a load, in its argument `load_options: LoadOptions`.
+    """Return a decorator that passes the load of the flags to a Typer command as `load_options: LoadOptions`.
 
     `defaults` are for a synthetic load. The default max_concurrency also applies to a trace without times.
     """
@@ -250,7 +250,7 @@ def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[
 
 
 def make_load(flags: LoadFlags, defaults: Mapping[str, Any]) -> Load:
-    """Return the load of the flags. Raises LlmschedError if they do not fit together or the trace cannot be read."""
+    """Return the load that the flags describe. Raises LlmschedError for contradicting flags or a bad trace."""
     reading, other = flags.reading(), {f.name for f in fields(TraceFlags)} | {"timeout", "workload", "trace"}
     values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in other}
     given = {name: value for name, value in values.items() if value is not None and value is not False}

@@ -59,5 +59,5 @@ class SloFlags:
 
 
 def with_slo_options(command: Callable[..., R]) -> Callable[..., R]:
-    """Give a Typer command the flags of latency targets, in its argument `slo: Slo`."""
+    """Add the flags of latency targets to a Typer command, which receives the targets as `slo`."""
     return with_options("slo", SloFlags, SloFlags.slo)(command)

@@ -26,7 +26,7 @@ RunVariant = Callable[[str, Load, Progress], Awaitable[VariantRun]]
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """Figures of a variant over all rounds together, and for each of the `rounds`."""
+    """Result of a variant. `figures` covers all rounds together, `rounds` has the figures of each round."""
 
     name: str
     experiment: Experiment
@@ -57,7 +57,8 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return `whole`, the figures over all rounds, with steady-state rates and request rates as means over `rounds`.
+    """Return `whole`, the figures of all rounds, with its steady-state and request rates replaced by means over
+    `rounds`.
 
     In `whole`, the ramp-up and ramp-down of each round would distort these rates.
     """

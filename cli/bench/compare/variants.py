@@ -17,7 +17,7 @@ SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separa
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings to compare. `knobs` are those that differ from the base settings, `name` is what the user typed."""
+    """Variant of the engine settings. `knobs` are the settings that it changes, `name` is the user's text for it."""
 
     name: str
     knobs: Mapping[str, Any]
@@ -47,7 +47,7 @@ def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, Engi
 
 
 def check_given(variants: Sequence[Variant], given: Mapping[str, Any]) -> None:
-    """Raise LlmschedError if every variant overrides a setting of `given`, the settings set by flags."""
+    """Raise LlmschedError if a flag has set a setting (`given`) that every variant overrides."""
     for name in given:
         if all(name in variant.knobs for variant in variants):
             flag = "--" + name.replace("_", "-")

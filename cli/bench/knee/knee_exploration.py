@@ -36,7 +36,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits of a knee search. `highest` is in requests per second; KneeGoal explains the others."""
+    """Limits of a knee search. `highest` is in requests per second; see KneeGoal for the other fields."""
 
     highest: float | None
     attainment: float
@@ -47,8 +47,8 @@ class KneeLimits:
 class RateAttempt:
     """Attempt at a rate in requests per second.
 
-    `attainment` is the share of requests that met every SLO, `report` the JSON report. `run` is None after its tokens
-    were dropped to save memory.
+    `attainment` is the share of requests that met every SLO, `report` the JSON report. `run` becomes None when its
+    tokens are dropped to save memory.
     """
 
     rate: float
@@ -70,7 +70,7 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """Attempt at the knee's rate, if possible one with its `run`."""
+        """Attempt at the knee's rate, preferably one whose `run` was kept."""
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
         return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 
@@ -89,7 +89,7 @@ def check(load: Load, limits: KneeLimits) -> None:
 
 
 async def explore(opened: OpenTarget, plan: RunPlan, limits: KneeLimits, progress: Progress) -> Exploration:
-    """Find the knee of a target with new requests in each attempt. Raises LlmschedError if it serves no request."""
+    """Find the knee of a target. Raises LlmschedError if the target serves no request."""
     load = plan.workload
     seeds = iter(range(load.seed + 1, load.seed + 1_000))
     idle = burst = None
@@ -138,7 +138,7 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search. Rates that no flag sets follow from the figures `idle` and `burst`."""
+    """Return the goal of the search. If flags set no rates, choose them by the figures `idle` and `burst`."""
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")

@@ -46,7 +46,7 @@ Verdict = Literal["right", "disturbed", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Load for the scripts of the scripted server called `name`. `what` describes the probe to the user."""
+    """Load for SCRIPTS[name] of the scripted server. `what` describes the probe to the user."""
 
     name: str
     what: str
@@ -295,9 +295,10 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
-    """Return figures from the server's log of answers: arrival, and the time and tokens of each write.
+    """Return the figures of the server's log, in which each answer has its arrival and the time and tokens of each
+    write.
 
-    All answers are measured from `due`, the mean time at which the requests were due, which gives the same means.
+    Latencies are measured from `due`, the mean time at which the requests were due.
     """
     arrivals = [[Arrival(at, tokens) for at, tokens in written] for _, written in log]
     requests = [latency for one in arrivals if (latency := request_latency(due, one)) is not None]

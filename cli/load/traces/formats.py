@@ -1,5 +1,3 @@
-"""File formats of traces, each with a function that reads records and one that turns a record into requests."""
-
 from __future__ import annotations
 
 import json
@@ -74,7 +72,7 @@ class FormatOptions:
     """Options of a trace's reader, and facts that the reader notes about the file.
 
     `turns` is the largest number of requests from one ShareGPT conversation. `skipped` counts the turns that were left
-    out, by speaker. `sessions` is True if the file has turns that wait for the answer to the turn before.
+    out, by speaker. `sessions` is True if turns in the file wait for the answer to the turn before.
     """
 
     turns: int
@@ -87,8 +85,8 @@ class FormatOptions:
 class Format:
     """File format of traces. `rows` yields the records of a file, `requests` returns the requests of a record.
 
-    `time` returns the name of the field with the record's timestamp. `unit` is the usual unit of timestamps that are
-    numbers, and the only one if `fixed_unit` is True. The functions raise TraceError for a bad record.
+    `time` returns the name of the field with the record's timestamp. `unit` is the usual unit of numeric timestamps; if
+    `fixed_unit` is True, all files use it. The functions raise TraceError for a bad record.
     """
 
     rows: Callable[[Path], Iterator[Row]]
@@ -100,15 +98,12 @@ class Format:
 
 
 def has_lengths(line: str, names: Collection[str]) -> bool:
-    """Return True if `length_rows` can read a file that begins with `line`, or that has the columns or keys `names`."""
+    """Return True if `length_rows` can read a file with the first line `line` or with the columns or keys `names`."""
     return bool(_NUMBERS.fullmatch(line)) or bool(_length_fields([name.lower() for name in names]))
 
 
 def length_rows(path: Path) -> Iterator[Row]:
-    """Yield a row per request with the field INPUT and, if the file has them, OUTPUT and a time.
-
-    Raises TraceError if a record has no length.
-    """
+    """Yield a row per request with its lengths and, if known, its time. Raises TraceError if a record has no length."""
     line = first_line(path)
     if _NUMBERS.fullmatch(line):
         # Each line has one length, or those of a prompt and its answer. Commas and brackets are ignored.
@@ -162,7 +157,6 @@ def _lengths(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request of a record in a list. A record without input_length is read by `_log`."""
     if "input_length" not in row.values:
         return _log(row, options)
     length, answer = row.length("input_length"), row.length("output_length")
@@ -179,7 +173,6 @@ def _mooncake(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a request for each answered user message, with the conversation up to this message as prompt."""
     name = next((name for name in TALKS if name in row.values), TALKS[0])
     said = row.values.get(name)
     if not isinstance(said, list) or not all(isinstance(turn, dict) for turn in said):
@@ -210,7 +203,7 @@ def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
     """Return the request of a record in a list.
 
     The record is the body of an OpenAI API request, an object that contains one, or a prompt with its answer or the
-    length of its answer.
+    answer's length.
     """
     inner = next((row.values[name] for name in BODIES if isinstance(row.values.get(name), dict)), None)
     body = row if inner is None else row.inside(inner)

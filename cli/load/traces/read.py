@@ -44,9 +44,9 @@ def read_trace(
 ) -> Trace:
     """Return the trace in a file, which may be gzipped. If `trace_format` is None, the format is detected.
 
-    Only the first `limit` requests by time are kept. `timestamp_unit` is the unit of timestamps that are numbers; if it
-    is None, the unit is found as timestamps.py describes. `turns` is only for ShareGPT, `trace_block_size` only for
-    formats with blocks. Without `times`, timestamps are not read.
+    Only the first `limit` requests by time are kept. `timestamp_unit` is the unit of numeric timestamps; if it is None,
+    the unit is found as timestamps.py describes. `turns` is only for ShareGPT, `trace_block_size` only for formats with
+    blocks. Without `times`, timestamps are not read.
 
     Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
     not a number, or if an option does not fit the format.

@@ -56,7 +56,6 @@ class Row:
         return inner
 
     def wrong(self, message: str) -> TraceError:
-        """Return an error that names the file and the line of this record."""
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
@@ -121,7 +120,7 @@ def _delimiter(header: str) -> str:
 
 
 def records(path: Path) -> Iterator[Row]:
-    """Yield the records of a JSON or CSV file. The fields of a CSV record have the column names in lower case."""
+    """Yield the records of a JSON or CSV file. The column names of a CSV file are put in lower case."""
     line = first_line(path)
     if line[:1] in ("[", "{"):
         yield from json_objects(path)

@@ -35,7 +35,7 @@ _GAPS, _WHOLE_GAPS = (0.01, 300.0), (0.001, 300.0)
 
 @dataclass(frozen=True, slots=True)
 class Timestamp:
-    """Number of a timestamp in the file or, for a date (by default in UTC), its microseconds since 1970.
+    """Timestamp of a record: the number in the file or, for a date, the microseconds since 1970.
 
     `unit` is the unit that the field's name ends in, as in timestamp_ms.
     """

@@ -11,8 +11,6 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Prompt as text, with the messages of a chat if it is one."""
-
     text: str
     messages: tuple[Message, ...] | None = None
 
@@ -30,11 +28,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Request of a trace, due `offset` seconds after the first. `line` is the number of its line (or entry) in the
-    file.
+    """Request of a trace, due `offset` seconds after the first request. `line` is its line (or entry) in the file.
 
-    The prompt is either `content` or `input_len` tokens, whose blocks `hash_ids` names. The answer is either the text
-    `answer` or `output_len` tokens, or of unknown length.
+    The prompt is either `content` or `input_len` tokens; `hash_ids` name the blocks of these tokens. The answer is
+    either the text `answer` or `output_len` tokens; if both are None, its length is unknown.
     """
 
     line: int
@@ -82,7 +79,6 @@ class Trace:
 
 
 def digest(requests: Sequence[TraceRequest]) -> str:
-    """Return the SHA-256 of the requests in hexadecimal, which does not depend on the format of the file."""
     found = hashlib.sha256()
     for request in requests:
         content = request.content
