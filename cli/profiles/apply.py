@@ -21,11 +21,7 @@ from llmsched.profiles.tuned import TunedProfile, device_changes, load_profile, 
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """Return the options, with the profile's settings for flags that were not given. Raises ConfigError for a bad
-    profile.
-
-    A flag that was set to "auto" takes no setting from the profile.
-    """
+    """Return the options with the settings of a profile where no flag was given. Raises ConfigError for a bad one."""
     if name_or_path is None:
         return options
     settings = profile_settings(name_or_path)
@@ -54,8 +50,8 @@ def profile_settings(name_or_path: str) -> dict[str, Any]:
 def profile_warnings(name_or_path: str, config: EngineConfig, simulate: str | None = None) -> list[str]:
     """Return warnings if the profile was tuned for another model or device, or in a simulation.
 
-    `config` has the model and device to be used. With `simulate`, the value of `--simulate`, a simulated profile causes
-    no warning. Raises ConfigError or ModelError if the profile or the model cannot be read.
+    `config` has the model and device to be used, and `simulate` the value of `--simulate`. Raises ConfigError or
+    ModelError if the profile or the model cannot be read.
     """
     profile = _load(name_or_path)
     found = [
@@ -96,7 +92,6 @@ def device_table(device: str) -> dict[str, Scalar]:
 
 
 def versions_table() -> dict[str, Scalar]:
-    """Return a profile's table [versions]."""
     packages = ("llmsched", "torch", "transformers")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 

@@ -18,8 +18,8 @@ class Access:
     """Access rules of a server. `client` and `admin` are FastAPI dependencies, which run before a body is read.
 
     `loopback` is True if only programs on this machine can connect. Without an API key, such a server refuses requests
-    whose Host or Origin is neither this machine nor in `allowed_hosts`, because a web page in the user's browser may
-    have sent them. Pages from `cors_origins` are allowed.
+    with a foreign Host or Origin, which a web page in the user's browser may have sent. Allowed are this machine,
+    `allowed_hosts` and `cors_origins`.
     """
 
     api_key: str | None = None

@@ -79,7 +79,6 @@ def build_app(
 
     @app.exception_handler(ClientDisconnect)
     async def answer_disconnect(_: Request, __: ClientDisconnect) -> Response:
-        """Return an answer with status 499. It reaches no client, because the client has disconnected."""
         return Response(status_code=499)
 
     @app.exception_handler(Exception)
@@ -91,7 +90,6 @@ def build_app(
 
 
 def _open_routes(engine: AsyncEngine, *, has_key: bool) -> APIRouter:
-    """Return the routes that need no key: a page for browsers, health checks and metrics."""
     router = APIRouter()
 
     @router.get("/", response_class=HTMLResponse)

@@ -30,7 +30,6 @@ def show_start(
 
 
 def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> list[tuple[str, str]]:
-    """Return the rows of the banner's table, each with a label and a value."""
     config, model, stats = engine.config, engine.model, engine.stats()
     most, blocks = stats.max_running, stats.host_blocks_total
     limit = "max_num_seqs" if most == config.max_num_seqs else "max_num_batched_tokens"

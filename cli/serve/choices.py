@@ -31,7 +31,7 @@ class TokenWriter:
         self.text = lru_cache(maxsize=65536)(self._text)
 
     def _text(self, token_id: int) -> str:
-        """Return the token's text, or OpenAI's notation `bytes:\\xe2\\x82` if its bytes are not valid UTF-8."""
+        """Return the token's text, or OpenAI's notation for bytes if these are not valid UTF-8."""
         raw = self._tokenizer.token_bytes(token_id)
         try:
             return raw.decode()
@@ -107,7 +107,6 @@ class ChoiceFormat(ABC):
     def has_logprobs(self) -> bool: ...
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """Yield the choices that a stream sends before the first output, one per chunk."""
         return ()
 
     def delta(self, prompt_index: int, output: RequestOutput) -> ChoiceDelta:

@@ -80,7 +80,7 @@ class ConnectionPool:
         return len(self.busy) > self.limit
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error if a connection cannot be accepted, because asyncio tries again."""
+        """Log an error if a connection cannot be accepted, because asyncio will try again."""
         if "socket" in context and isinstance(error := context.get("exception"), OSError):
             self._log(f"cannot accept connections: {error.strerror or error}")
         else:
@@ -250,7 +250,6 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _awaits_body(self) -> bool:
-        """True if the application is answering a request that the client has not sent completely."""
         return self._in_body and not self.pipeline
 
     def on_response_complete(self) -> None:
@@ -263,7 +262,7 @@ class Connection(HttpToolsProtocol):
             self._pool.move(self, self._pool.idle)
 
     def _expect(self, seconds: float) -> None:
-        """Give the client `seconds` from now to send the part of a request that it is sending."""
+        """Give the client `seconds` from now to send the next part of a request."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = self.loop.call_later(seconds, self._on_deadline)
@@ -281,9 +280,8 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer the request that the client is sending with `error`, and parse nothing more.
 
-        If earlier requests have no answer yet, send only their answers, then close the connection. If the application
-        has the headers of this request, it sends the answer, because it may know a better reason, such as a missing
-        key.
+        If earlier requests have no answer yet, send only their answers. If the application has the headers of this
+        request, the application answers, because it may know a better reason, such as a missing key.
         """
         self._discards = True
         if self._deadline is not None:
@@ -350,7 +348,6 @@ class SendWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Watch until everything that was written has been sent."""
         self._check(math.inf)
 
     def stop(self) -> None:

@@ -35,7 +35,6 @@ class DetachedStream:
     def flush(self) -> None: ...
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all texts are written, for at most `timeout_s` seconds."""
         with self._pending.all_tasks_done:
             self._pending.all_tasks_done.wait_for(lambda: not self._pending.unfinished_tasks, timeout_s)
 
@@ -51,7 +50,7 @@ class DetachedStream:
 
 @contextlib.contextmanager
 def detached_output() -> Iterator[None]:
-    """Replace stdout and stderr by DetachedStreams within the `with` block."""
+    """Replace stdout and stderr by DetachedStreams while the block runs."""
     attached = sys.stdout, sys.stderr
     streams = [DetachedStream(stream) for stream in attached]
     sys.stdout, sys.stderr = streams

@@ -25,10 +25,7 @@ class AnswerIds(dict[str, str]):
 
 
 def explain_route(engine: AsyncEngine, answer_ids: AnswerIds, max_choices: int) -> APIRouter:
-    """Return the route /v1/requests/ID/explain, where ID is the id of an answer or the X-Request-Id of its request.
-
-    `max_choices` is the largest number of prompts that a request can have.
-    """
+    """Return the route /v1/requests/ID/explain, where ID is the id of an answer or the X-Request-Id of its request."""
     router = APIRouter()
 
     @router.get("/v1/requests/{given:path}/explain")

@@ -96,8 +96,8 @@ class Generation:
     async def events(self, write: Callable[[bytes], bool]) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events. Events that are ready at the same time are joined.
 
-        While this generator waits, an event may be passed to `write`. If `write` returns True, it has sent the event,
-        and the generator does not yield it. If the request fails, the last event is an error, not [DONE].
+        While this generator waits, it may send an event by `write`, which returns True if it has sent the event. If the
+        request fails, the last event is an error, not [DONE].
         """
         if len(self._streams) == 1 and (self._format.request.n or 1) == 1:
             self._write, self._streams[0].pass_on = write, self._pass_on
@@ -174,7 +174,7 @@ class Generation:
         return not event_or_empty or self._write(event_or_empty)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the text of a chunk. Most chunks of a choice differ only in the text."""
+        """Return the bytes before and after the text of a chunk, which are the same in most chunks of a choice."""
         content = self._format.choice(ChoiceDelta(index, _PLACEHOLDER, []), whole=False)
         before, _, after = self._chunk([content]).partition(json_line(_PLACEHOLDER))
         return before, after
@@ -204,7 +204,7 @@ class Generation:
 
 
 def _failure(output: RequestOutput) -> ApiError | None:
-    """Return the error to report if the output says that its choice failed or was aborted."""
+    """Return the error to report if a choice failed or was aborted."""
     if output.finish_reason is FinishReason.ERROR:
         return ApiError(500, f"the request failed: {output.error}", code="generation_failed")
     if output.finish_reason is FinishReason.ABORT:

@@ -51,8 +51,7 @@ class PortInUseError(LlmschedError):
 def listen(host: str, port: int) -> list[socket.socket]:
     """Return sockets that listen on all addresses of `host`, IPv4 first. Port 0 picks one free port for all of them.
 
-    An address that this machine lacks is left out if there is another. Raises PortInUseError on failure. Call this
-    before the model is loaded, so that clients that connect meanwhile wait until they are served.
+    Call this before the model is loaded, so that clients wait until they are served. Raises PortInUseError.
     """
     host = host.removeprefix("[").removesuffix("]")
     listeners: list[socket.socket] = []
@@ -94,9 +93,7 @@ class Server(uvicorn.Server):
     After the first SIGTERM or SIGINT, /health and new requests get 503, and running requests have `grace_s` seconds to
     finish. A second signal ends the process at once. `serve` returns at most 2 seconds after the grace period, even if
     the engine's thread hangs, so end the process with `os._exit`. The exit code is 1 if the engine failed or hangs,
-    else 0.
-
-    The server calls `on_ready` when it accepts connections, and `on_drain` when the grace period begins.
+    else 0. `on_ready` is called when the server accepts connections, `on_drain` when the grace period begins.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Converter of requests to token ids and sampling parameters. It is slow: use it and its iterators in threads."""
+    """Converter of requests to token ids and sampling parameters. It is slow, so use it in threads."""
 
     def __init__(self, engine: Engine) -> None:
         self._check = engine.check

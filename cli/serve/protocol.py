@@ -1,7 +1,7 @@
 """Request schemas of the OpenAI API and the fields that llmsched adds to it.
 
-The schemas are strict: they accept neither true, "1.0", NaN nor infinity as a number, and reject unknown fields by
-name. A field that is null counts as left out. Ranges are checked elsewhere.
+The schemas are strict: they do not convert types, and reject unknown fields. A field that is null counts as left out.
+Ranges are checked elsewhere.
 """
 
 from __future__ import annotations
@@ -167,7 +167,6 @@ class GenerationRequest(ModelRequest):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that this request sets, without max_tokens."""
         names = {f.name for f in fields_of(SamplingParams)} - {"max_tokens"}
         given = self.model_dump(include=names & GenerationRequest.model_fields.keys(), exclude_none=True)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

@@ -18,7 +18,7 @@ Buckets = dict[float, float]
 
 
 async def log_status(engine: AsyncEngine, interval_s: float) -> None:
-    """Log a line every `interval_s` seconds if the engine computed something in that time. Never returns."""
+    """Log a line every `interval_s` seconds if the engine computed something in that time."""
     meter = StatusMeter(engine)
     while True:
         await asyncio.sleep(interval_s)

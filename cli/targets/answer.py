@@ -82,7 +82,7 @@ def _refusal(response: httpx.Response) -> str:
 async def _read_stream(
     response: httpx.Response, record: RequestRecord, now: Callable[[], float], patience: asyncio.Timeout
 ) -> None:
-    """Record all events of an answer. After [DONE], let `patience` limit the wait for the end of the response."""
+    """Record all events of an answer. After [DONE], `patience` limits the wait for the end of the response."""
     arrived, parser = response.extensions.get("arrived", now), EventParser()
     beginning, any_event = b"", False
     body: AsyncIterable[bytes] = response.aiter_bytes()
@@ -171,7 +171,7 @@ def _joined(content: Any) -> str:
 
 
 def _usage(usage: dict[str, Any], before: ReportedUsage) -> ReportedUsage:
-    """Return the token counts of a usage object. A count that it lacks is taken from `before`."""
+    """Return the token counts of a usage object, or those of `before` where the object has none."""
     details = usage.get("prompt_tokens_details")
     output = _count(usage.get("completion_tokens"), before.output_tokens)
     if output is not None and output > _MAX_TOKENS:

@@ -125,6 +125,6 @@ async def open_engine(config: EngineConfig, plan: RunPlan, progress: Progress) -
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    """Wait until the engine has no request or has failed, which may take until the end of a step."""
+    """Wait until the engine has no request or has failed."""
     while engine.healthy and (engine.stats().num_running or engine.stats().num_waiting):
         await asyncio.sleep(0.01)

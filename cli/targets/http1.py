@@ -35,7 +35,7 @@ class Received(NamedTuple):
 class Connection(asyncio.BufferedProtocol):
     """Connection that queues the bytes that it receives, with the time of the socket read.
 
-    There is no flow control, because answers are small and a paused sender would falsify the times.
+    There is no flow control, because a paused sender would falsify the times.
     """
 
     transport: asyncio.Transport
@@ -144,7 +144,7 @@ class ResponseParser:
 
 
 class Http1Transport(httpx.AsyncBaseTransport):
-    """Transport for one request at a time. It keeps the connection of the first request for the next ones.
+    """Transport that keeps one connection and sends one request at a time.
 
     The response's extension `arrived` is a function that returns the time at which the last piece of content was
     received, in seconds of the event loop's clock.
@@ -239,7 +239,7 @@ class _Body(httpx.AsyncByteStream):
 
 
 async def _read_head(connection: Connection, parser: ResponseParser) -> Received:
-    """Read up to the end of the head, and return the content that was received together with it.
+    """Read up to the end of the head, and return the content that was received together with the head.
 
     Raises httpx.ReadError if the connection is closed before any byte, and ValueError if it is closed within the head.
     """
@@ -275,7 +275,7 @@ class TransportPool:
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[httpx.AsyncBaseTransport]:
-        """Lend a transport while the block runs. Other requests use it at the same time only if it is shared."""
+        """Lend a transport while the block runs. Requests run on the same transport only if it is shared."""
         if self._shared is not None:
             yield self._shared
             return

@@ -60,9 +60,9 @@ class HttpOptions:
     """Settings for the requests to a server.
 
     `url` may end in /v1 or in an endpoint below it. If `model` is None, requests name the first model that the server
-    lists. `tokenizer` names a model: random prompts are drawn from its vocabulary, and it encodes the texts of a trace.
-    `lookup_timeout` is in seconds, for requests that are not part of the load. With `timelines`, an llmsched server is
-    asked, after the load, what its scheduler decided about each request.
+    lists. The tokenizer of the model `tokenizer` supplies the tokens of random prompts and encodes the texts of a
+    trace. `lookup_timeout` is in seconds, for requests that are not part of the load. With `timelines`, an llmsched
+    server is asked, after the load, what its scheduler decided about each request.
     """
 
     url: str
@@ -117,7 +117,7 @@ class HttpTarget:
         )
 
     async def connect(self) -> None:
-        """Look up the model and the kind of server in /v1/models. A server without this route is accepted.
+        """Look up the model and the kind of server in /v1/models, if the server has this route.
 
         Raises TargetUnreachableError if the server accepts no connection.
         """
@@ -244,8 +244,7 @@ def _detail(problem: Exception) -> str:
 async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[OpenTarget]:
     """Connect to a server, warm it up, and yield it as a target.
 
-    Raises TargetUnreachableError if the server accepts no connection, and ConfigError if the tokenizer cannot be
-    loaded.
+    Raises TargetUnreachableError if the server accepts no connection, ConfigError if the tokenizer cannot be loaded.
     """
     encode = None if options.tokenizer is None else load_encoder(options.tokenizer)
     ids: Sequence[int] | None = COMMON_IDS

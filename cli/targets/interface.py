@@ -55,7 +55,7 @@ class TargetUnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Load, SLOs against which it is measured, and how to send it to any kind of target.
+    """Load to send to a target, and SLOs to measure it against.
 
     `timeout` is in seconds per request. `warmup` is the number of warm-up requests (None: the target's usual number).
     If `timelines` is True, an llmsched server is asked, after the load, what its scheduler decided about each request.

@@ -104,7 +104,7 @@ async def _unless_interrupted(
 ) -> tuple[list[RequestRecord], bool]:
     """Return the records of a load, and True if Ctrl-C has cancelled it.
 
-    The records of a cancelled load are those in `ended`. If there are none, the CancelledError is raised.
+    A cancelled load has the records `ended`. If there are none, the CancelledError is raised.
     """
     try:
         return await running, False

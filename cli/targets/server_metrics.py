@@ -54,7 +54,6 @@ class ServerMetrics:
         return None if value is None else int(value)
 
     def memory(self) -> MemoryParts | None:
-        """Return the sizes of the parts of the server's memory, which only llmsched reports."""
         parts = [self._first((name,)) for name in _PARTS]
         known = [int(size) for size in parts if size is not None]
         return MemoryParts(*known) if len(known) == len(parts) else None
@@ -73,6 +72,5 @@ class ServerMetrics:
         return TargetState(time, int(running), int(waiting), kv_held=held)
 
     def _first(self, names: Sequence[str]) -> float | None:
-        """Return the sum, over all labels, of the first metric in `names` that the server reports."""
         total = next((sum(self._values[name]) for name in names if name in self._values), None)
         return None if total is None or not math.isfinite(total) else total

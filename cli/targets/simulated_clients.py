@@ -116,7 +116,6 @@ class SimulatedClients:
             self._deadlines.append((now + self._timeout, name))
 
     def _end_overdue(self) -> None:
-        """End the requests that have exceeded the timeout. Tokens that they still get are ignored."""
         while self._deadlines and self._deadlines[0][0] <= self._engine.clock.now:
             deadline, name = self._deadlines.popleft()
             if name in self._running:

@@ -41,10 +41,10 @@ def no_warning(text: str) -> None: ...
 def make_blueprint(
     config: EngineConfig, device: str, progress: Progress = silent, quantization: str | None = None
 ) -> Blueprint:
-    """Return the blueprint of an engine on the GPU `device` (see `gpu_blueprint`) or, if "local", on this machine.
+    """Return the blueprint of an engine on the GPU `device` or, if "local", on this machine.
 
     `quantization` is the format of the weights (None: the model's own). Raises ModelError if the model cannot be read,
-    and ConfigError for a bad setting or a "local" device that was not calibrated with this model.
+    and ConfigError for a bad setting or if "local" was not calibrated with this model.
     """
     if quantization is not None and device == LOCAL:
         raise ConfigError("quantization", "applies to a simulated GPU; local serves the model as it is")
@@ -107,7 +107,7 @@ def simulate_run(
 
 @contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Make Ctrl-C raise KeyboardInterrupt at once within the block, which never returns to the event loop."""
+    """Make Ctrl-C raise KeyboardInterrupt within the block, which never returns to the event loop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -158,7 +158,7 @@ async def open_simulated(
     warn: Warn = no_warning,
     quantization: str | None = None,
 ) -> AsyncIterator[OpenTarget]:
-    """Make a blueprint and yield it as a target; see `make_blueprint`. Raises LlmschedError if `plan` has a warm-up."""
+    """Make a blueprint (see `make_blueprint`) and yield it as a target. Raises LlmschedError if `plan` has warm-ups."""
     refuse_warmup(plan)
     blueprint = make_blueprint(config, device, progress, quantization)
     for note in blueprint.notes:

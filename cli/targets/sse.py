@@ -31,7 +31,7 @@ class EventParser:
         self._size = 0
 
     def feed(self, received: bytes) -> list[Event]:
-        """Return the list of events that `received` completes. Raises ValueError for an event of more than 16 MiB."""
+        """Return the events that `received` completes. Raises ValueError for an event of more than 16 MiB."""
         if self._after_cr and received:
             received = received.removeprefix(b"\n")
             self._after_cr = False

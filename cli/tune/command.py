@@ -170,7 +170,7 @@ def tune(
         timeout=load_options.timeout,
         rounds=rounds or _ROUNDS,
         time_limit=time_limit,
-        smallest=min_num_batched_tokens,
+        smallest_budget=min_num_batched_tokens,
         destination=_destination(output, name, simulate),
         resume=resume,
         warm_start=warm_start,
@@ -239,7 +239,6 @@ def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:
 
 
 def _destination(output: str | None, model: str, simulate: str | None) -> Path:
-    """Return the path of the profile to write. Raises LlmschedError if no file can be written there."""
     called = Path(model_name(model)).name
     usual = f"{called}-{simulate}" if simulate else called
     name = output or re.sub(r"[^A-Za-z0-9._-]+", "-", usual).strip("-.") or "tuned"

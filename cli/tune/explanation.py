@@ -1,4 +1,4 @@
-"""Sentences about a search: why a setting was chosen, its gain over the default, and its rate and the given load's."""
+"""Sentences about a search: why a setting was chosen, and its gain over the default."""
 
 from __future__ import annotations
 

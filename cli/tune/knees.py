@@ -81,8 +81,8 @@ class KneeFinder:
     """Finder of knees: it runs each setting at most once at each request rate and keeps the results.
 
     `least` (requests) and `longest` (seconds) limit the length of a run. Two knees count as equal if they differ by no
-    more than the share `tolerance`. With `predicted`, a cost model predicts the runs. `runs` and `trials` map a setting
-    and a rate (None: the given load) to the run and its result.
+    more than the share `tolerance`. With `predicted`, a cost model predicts the runs. `runs` and `trials` are the
+    results by setting and rate (None: the given load).
     """
 
     runner: TrialRunner
@@ -100,7 +100,7 @@ class KneeFinder:
     def requests(self, rate: float | None) -> int:
         """Return the number of requests that a run at this rate sends.
 
-        A run is longer than `least` if the SLO on TTFT or E2E is so long that a backlog needs more requests to show.
+        A run is longer than `least` if a backlog needs more requests to exceed the SLO on TTFT or E2E.
         """
         if rate is None:
             return self.least

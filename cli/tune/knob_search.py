@@ -74,7 +74,7 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 async def _look_around(space: SearchSpace, race: Race) -> None:
     """Run the best setting with the next smaller and larger token budgets, until the best setting does not change.
 
-    This is needed because another budget may be best with the values that the other knobs have now.
+    Another budget may be best now, because the other knobs have other values than when budgets were compared.
     """
     leader = leading_trial(race.history)
     if leader is None or "max_num_batched_tokens" not in space.knobs:

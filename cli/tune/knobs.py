@@ -70,8 +70,8 @@ def powers_of_two(low: int, high: int) -> list[int]:
 def largest_budget(kind: str, concurrency: int, input_len: int) -> int:
     """Return the largest token budget worth trying on a device of this kind ("cpu" or "cuda").
 
-    A step has at most the prompt tokens of all concurrent requests (`input_len` each). The result is this number,
-    rounded up to a power of two, but at least the default budget and at most LARGEST_BUDGET.
+    A step has at most the prompt tokens of all concurrent requests. The result is this number, rounded up to a power of
+    two, but at least the default budget and at most LARGEST_BUDGET.
     """
     useful = 1 << (concurrency * input_len - 1).bit_length()
     return max(DEFAULT_TOKEN_BUDGET[kind], min(LARGEST_BUDGET[kind], useful))
@@ -86,8 +86,8 @@ def distance(one: Setting, other: Setting) -> tuple[int, float]:
 def seqs_settings(setting: Setting, demand: PeakDemand, most: int) -> list[Setting]:
     """Return `setting`, then copies with other values of max_num_seqs, largest first.
 
-    The values are powers of two below the peak number of running requests or, if max_num_seqs limited the peak, up to
-    `most`.
+    The values are powers of two below the peak number of running requests. If max_num_seqs limited this peak, the
+    values go up to `most`.
     """
     capped = demand.running >= setting.max_num_seqs
     highest = most if capped else demand.running - 1
@@ -105,8 +105,7 @@ def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
     """Return `setting`, then copies whose target_itl is derived from the SLOs for ITL and TPOT, or is off.
 
-    Each target_itl is combined with the token budget of `setting` and with the budget `largest`, which does no harm to
-    ITL because a target_itl makes steps smaller than the budget.
+    Each target_itl is combined with the token budget of `setting` and with the budget `largest`.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")

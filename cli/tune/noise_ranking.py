@@ -31,7 +31,7 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 class Ranking:
-    """Ranking of settings by `effects`, the logarithms of their scores without the differences between rounds."""
+    """Ranking of settings by `effects`: logarithms of scores, without the effects of rounds."""
 
     def __init__(
         self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False
@@ -74,10 +74,7 @@ class Ranking:
         return sorted(settings, key=self._effect, reverse=True)
 
     def noise(self, one: Setting, other: Setting) -> float:
-        """Return the share by which the scores of two settings must differ to count as different.
-
-        It is the standard error of the difference, between NOISE_FLOOR and NOISE_CEILING.
-        """
+        """Return the share by which the scores of two settings must differ to count as different."""
         if self._exact:
             return NOISE_FLOOR
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
@@ -99,7 +96,6 @@ class Ranking:
         return self.effects.get(setting, -math.inf)
 
     def _error(self, one: Setting, other: Setting) -> float:
-        """Return the standard error of the difference between two effects; inf if no run was repeated."""
         if one == other or one not in self._columns or other not in self._columns:
             return 0.0
         if (c := self._covariance) is None:

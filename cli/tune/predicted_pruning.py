@@ -1,7 +1,7 @@
 """Pruning of settings that a cost model predicts to be far worse than the best setting.
 
-All predictions are corrected by their mean error for the settings measured so far. A setting is pruned only if it is
-worse by a margin, which grows with the largest error that remains.
+Predictions are corrected by their mean error for the settings measured so far. A setting is pruned only if it is worse
+by a margin, which grows with the largest error that remains.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def hopeless(settings: Sequence[Setting], predicted: Predictions, history: Trial
 def _late(
     settings: Sequence[Setting], trials: Mapping[Setting, Trial], known: Sequence[Setting], history: TrialHistory
 ) -> dict[Setting, str]:
-    """Return the settings predicted to miss an SLO by more than the prediction error, each mapped to the reason."""
     found: dict[Setting, str] = {}
     for name, limit in history.slo.given().items():
         pairs = [(history.trial(s).held.get(name), trials[s].held.get(name)) for s in known]

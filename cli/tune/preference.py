@@ -44,8 +44,7 @@ def leading_trial(history: TrialHistory) -> Trial | None:
 
 
 def relative_scores(history: TrialHistory) -> dict[Setting, float]:
-    """Return the score of each setting divided by the score of the best setting or, if none is feasible, the highest
-    score.
+    """Return each setting's score, divided by the score of the best setting or, without one, by the highest score.
 
     Unlike rates, these ratios can be compared between settings that ran in different rounds.
     """
@@ -57,14 +56,14 @@ def relative_scores(history: TrialHistory) -> dict[Setting, float]:
 
 
 def missed_trials(history: TrialHistory) -> list[Trial]:
-    """Return the trials that missed an SLO without a failure, nearest first."""
+    """Return the trials that missed an SLO without a failure, in the order of how far they missed it."""
     worked = [setting for setting, runs in history.runs.items() if runs and not any(run.problem for run in runs)]
     missed = [trial for trial in map(history.trial, worked) if not trial.feasible]
     return sorted(missed, key=lambda trial: trial.miss)
 
 
 def nearest_miss(history: TrialHistory) -> Trial | None:
-    """Return the trial with the longest runs that missed the SLOs by least, or None if no trial missed one."""
+    """Return the trial that missed the SLOs by least, or None if no trial missed one. Only the longest runs count."""
     missed = missed_trials(history)
     longest = max((trial.longest_run for trial in missed), default=0)
     return next((trial for trial in missed if trial.longest_run == longest), None)

@@ -40,7 +40,7 @@ class OutOfTimeError(Exception):
 
 
 class TrialRunner(Protocol):
-    """Runner that serves a load with a given setting at `rate` requests per second (None: as the load is)."""
+    """Runner that serves a load with a given setting. `rate` is in requests per second (None: the load's own rate)."""
 
     async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
         """Serve the first `requests` requests of a round. Raises OutOfTimeError if the time limit ends the run.
@@ -76,8 +76,8 @@ class Race:
     """Race of settings over several rounds. Every run is added to `history`.
 
     `lengths` are the possible lengths of a round in requests, ascending. The best settings get up to `rounds` runs of
-    the last length, or one if `history.exact`. The load is sent at `rate` (None: as it is), and `time_limit` is in
-    seconds.
+    the last length, or one if `history.exact`. `time_limit` is in seconds, `rate` in requests per second (None: the
+    load's own rate).
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Race:
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
         """Run one setting of the last round again. If its score has changed, forget the round and return True.
 
-        A changed score means that the speed of the machine changed during the round, so the round proves nothing.
+        A changed score means that the speed of the machine changed during the round.
         """
         round_index, goal = self._num_rounds - 1, self.history.goal
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]

@@ -35,7 +35,7 @@ class RateSearch:
     """Search that compares the settings of `space` with the default and chooses one.
 
     `race` returns a race at a rate (None: the given load). `finder` finds knees with real runs, `guess` with
-    predictions of a cost model. The results are in `history` and `rates`. `notes` are sentences for the user.
+    predictions of a cost model. `notes` are sentences for the user.
     """
 
     history: TrialHistory
@@ -97,7 +97,6 @@ class RateSearch:
 
     @property
     def _open_rate(self) -> float | None:
-        """Rate of the given load, if it is an open loop with a finite rate."""
         given = self.rates.given
         return None if given is None or math.isinf(given) or self.load.closed else given
 
@@ -120,8 +119,7 @@ class RateSearch:
     async def _climb(self, compared: float | None) -> Setting | None:
         """Run settings at rates above `compared`, and return the one that meets the SLOs at the highest rate.
 
-        If several settings do, `preferred` decides. If no higher rate can be tried, return the best setting of the runs
-        so far.
+        If several settings do, `preferred` decides. If no higher rate can be tried, return the best setting so far.
         """
         able = {setting: trial for setting, trial in contenders(self.history).items() if meets(trial)}
         rate = self._open_rate if compared is None else compared

@@ -40,8 +40,8 @@ class ResumableRunner(TrialRunner):
     ) -> None:
         """Start the journal at `path` or, with `resume`, continue it. `about` identifies the search.
 
-        `deadline` is a time of the event loop's clock. Raises LlmschedError if the journal belongs to another search,
-        or if the file cannot be read or written.
+        `deadline` is a time of the event loop's clock. Raises LlmschedError if the journal belongs to another search or
+        cannot be used.
         """
         self.path = path
         self._runner = runner
@@ -78,7 +78,7 @@ class ResumableRunner(TrialRunner):
         self.path.unlink(missing_ok=True)
 
     def _keep(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry to the journal. If this fails, warn once and stop recording; the search continues."""
+        """Append an entry to the journal. If this fails, warn once and stop recording."""
         if self._writable:
             try:
                 self._write(_line(entry), mode="a")

@@ -56,7 +56,7 @@ class TrialLoad(NamedTuple):
     encode: TextEncoder = WordEncoder(COMMON_IDS)
 
     def at_rate(self, rate: float | None, requests: int) -> TrialLoad:
-        """Return the same load at `rate` (None: as it is), as an open loop of at least `requests` requests.
+        """Return an open loop of at least `requests` requests at `rate`, or this load if `rate` is None.
 
         Raises ConfigError for a load whose rate changes over time (`arrivals` "ramp").
         """
@@ -136,10 +136,7 @@ class EngineRunner(TrialRunner):
         return replace(run, others_cpu=others_cpu(self._process))
 
     def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
-        """Return simulated runs of the settings; none if too few steps were recorded to fit a cost model.
-
-        The simulation recomputes preempted requests, even if the engine swaps them.
-        """
+        """Return simulated runs of the settings; none if too few steps were recorded to fit a cost model."""
         cost = None if self._watch is None else self._watch.cost()
         if self._engine is None or self._engine.core.plan is None or cost is None:
             return {}

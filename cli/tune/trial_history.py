@@ -14,8 +14,7 @@ class TrialHistory:
     """Runs of a search by setting. The settings are in the order in which they were first considered.
 
     `default` is the setting that `serve` has without a profile. `exact` means that a repeated run has the same figures,
-    as on a virtual clock. `chosen` is the setting that the search chose. `skipped` maps settings to the reasons why
-    they were not run.
+    as on a virtual clock. `skipped` maps settings to the reasons why they were not run.
     """
 
     def __init__(self, slo: Slo, goal: Goal, default: Setting, *, exact: bool = False) -> None:

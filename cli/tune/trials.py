@@ -43,7 +43,7 @@ class Trial:
 
 
 def judge(setting: Setting, runs: Sequence[TrialRun], slo: Slo) -> Trial:
-    """Pool the runs of a setting into a trial. Failed requests, no output or a missed SLO make it infeasible."""
+    """Pool the runs of a setting into a trial. Failed requests, no output or a missed SLO make the trial infeasible."""
     rounds = sum(run.requests > 0 for run in runs)
     broken = next((run.problem for run in runs if run.problem is not None), None)
     longest = max((run.requests for run in runs), default=0)

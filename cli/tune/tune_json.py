@@ -80,7 +80,6 @@ def make_profile(outcome: TuneOutcome, best: Trial) -> TunedProfile:
 
 
 def _trials_json(history: TrialHistory) -> list[dict[str, Any]]:
-    """Return all trials as JSON. `relative` is a trial's score divided by the best trial's score."""
     relative = relative_scores(history)
     return [{**_trial_json(trial), "relative": relative.get(trial.setting)} for trial in history.trials()]
 

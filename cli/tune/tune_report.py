@@ -146,7 +146,6 @@ def _rate_tables(outcome: TuneOutcome) -> list[Table]:
 
 
 def _charts(history: TrialHistory) -> list[Chart]:
-    """Return charts of ITL, TTFT and the goal over the token budget; empty if fewer than two budgets were measured."""
     groups: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in history.trials():
         if trial.completed:

@@ -59,9 +59,8 @@ class TuneTask:
     """Model, load and SLOs of one `llmsched tune` command, and the limits of its search.
 
     The best settings get up to `rounds` full runs. `timeout` limits each request and `time_limit` the whole search,
-    both in seconds. `smallest` is the smallest token budget to try. The profile is written to `destination`, and the
-    search journal beside it. `resume` continues from that journal; `warm_start` starts from the latest profile of the
-    same model and device.
+    both in seconds. The profile is written to `destination`, and the search journal beside it. `resume` continues from
+    that journal; `warm_start` starts from the latest profile of the same model and device.
     """
 
     model: str
@@ -73,7 +72,7 @@ class TuneTask:
     timeout: float
     rounds: int
     time_limit: float
-    smallest: int
+    smallest_budget: int
     destination: Path
     judged_by: JudgedBy = "knee"
     resume: bool = False
@@ -135,7 +134,7 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
 
 
 async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
-    """Search for the best setting on a simulated GPU, or on "local", the device that `llmsched calibrate` measured."""
+    """Search for the best setting on the simulated GPU `device`, or on this machine if `device` is "local"."""
 
     async def simulate(config: EngineConfig) -> Blueprint:
         return make_blueprint(config, device, progress)
@@ -164,7 +163,6 @@ def _model_table(model: str, progress: Progress) -> dict[str, str]:
 
 
 def _warn_of_long_load(task: TuneTask) -> None:
-    """Warn if the time limit of the search is too short to send the load as often as a search usually does."""
     seconds = task.load.stop_after or task.load.last_offset
     if seconds > task.time_limit / _FULL_RUNS:
         once, whole = render.human_seconds(seconds), render.human_seconds(task.time_limit)
@@ -189,7 +187,7 @@ async def _open_largest(
         )
     load = task.load
     concurrency = load.num_requests if task.by_knee else load.max_concurrency or load.num_requests
-    tokens = max(task.smallest, largest_budget(kind, concurrency, load.longest_input))
+    tokens = max(task.smallest_budget, largest_budget(kind, concurrency, load.longest_input))
     defaults = {"max_num_batched_tokens": tokens, "max_queue_size": max(_QUEUE, load.num_requests)}
     config, refused = task.options.config(task.model, defaults), dict[int, str]()
     while True:
@@ -198,10 +196,10 @@ async def _open_largest(
             break
         except ConfigError as problem:
             tokens = config.max_num_batched_tokens or tokens
-            if problem.field == "simulate" or tokens <= task.smallest:
+            if problem.field == "simulate" or tokens <= task.smallest_budget:
                 raise
             refused[tokens] = " ".join(problem.text(flag).split())
-            config = replace(config, max_num_batched_tokens=powers_of_two(task.smallest, tokens)[-2])
+            config = replace(config, max_num_batched_tokens=powers_of_two(task.smallest_budget, tokens)[-2])
     for tokens, reason in refused.items():
         end = f"the sweep ends at {config.max_num_batched_tokens}"
         render.note(f"max_num_batched_tokens {tokens} does not fit ({reason}); {end}")
@@ -215,16 +213,15 @@ async def _search(
     runner: EngineRunner | SimulatedRunner,
     progress: Progress,
 ) -> None:
-    """Search with a runner whose engine has the settings of `config`, and fill in the outcome."""
     now = asyncio.get_running_loop().time
     task, history, load = outcome.task, outcome.history, outcome.task.load
     began = now()
     runner.deadline = deadline = began + task.time_limit
     start = history.default
-    budgets = powers_of_two(task.smallest, config.max_num_batched_tokens)
+    budgets = powers_of_two(task.smallest_budget, config.max_num_batched_tokens)
     if task.warm_start and (name := latest_profile(outcome.model, outcome.device)) is not None:
         start, note = _warm_start(task, name, start, config)
-        budgets = sorted({*budgets, max(task.smallest, start.max_num_batched_tokens)})
+        budgets = sorted({*budgets, max(task.smallest_budget, start.max_num_batched_tokens)})
         outcome.notes.append(note)
     identity = _identity(outcome, budgets)
     resumable = ResumableRunner(runner, state_path(task.destination), identity, resume=task.resume, deadline=deadline)
@@ -260,15 +257,14 @@ async def _search(
 def _default(task: TuneTask, config: ResolvedConfig) -> Setting:
     """Return the setting that serve has without a profile, within the limits that the flags of the search set."""
     usual = DEFAULT_TOKEN_BUDGET[config.device]
-    tokens = max(task.smallest, min(usual, config.max_num_batched_tokens))
+    tokens = max(task.smallest_budget, min(usual, config.max_num_batched_tokens))
     return Setting(**{knob: getattr(config, knob) for knob in KNOBS} | {"max_num_batched_tokens": tokens})
 
 
 def _warm_start(task: TuneTask, profile: str, start: Setting, config: ResolvedConfig) -> tuple[Setting, str]:
     """Return `start` with the profile's knob values, and a note for the user that says if the profile was used.
 
-    A value above the search's limit and a knob that a flag sets are left as they are. A profile with an invalid value
-    is not used at all.
+    Values above the search's limits and knobs that a flag sets keep the value of `start`.
     """
     limits = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     fixed = task.options.given.keys() - {"max_num_batched_tokens"}

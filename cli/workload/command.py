@@ -79,7 +79,6 @@ def _sample(name: str, tokenizer: str | None, flags: TraceFlags) -> RequestSampl
 
 
 def _as_json(found: LoadAnalysis) -> dict[str, Any]:
-    """Return the analysis as JSON. Lengths are in tokens, shares from 0 to 1, times in seconds."""
     sample, advice = found.sample, asdict(found.advice)
     by_running = advice["headroom_by_running"]
     return {

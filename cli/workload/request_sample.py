@@ -13,8 +13,8 @@ class RequestSample:
     """Requests of a load, in the order of their times. None means unknown.
 
     `inputs` and `outputs` are prompt and answer lengths in tokens, `offsets` times in seconds. `prompts` has a sequence
-    of ids per request; an id stands for `unit` tokens, and equal ids for equal tokens. `tokens` says what counts as a
-    token: a word if `in_words` is True.
+    of ids per request; each id stands for `unit` tokens. Equal ids stand for equal tokens. `tokens` says what counts as
+    a token; with `in_words`, it is a word.
     """
 
     name: str

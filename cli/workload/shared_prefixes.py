@@ -19,7 +19,8 @@ PIN_SHARE = 0.05
 class Coverage:
     """Share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
 
-    If `exact` is False, `tokens` is no multiple of the trace's block length, and the prefix is rounded to whole blocks.
+    If `exact` is False, `tokens` is no multiple of the trace's block length, and the prefix is rounded down to whole
+    blocks, but not to 0.
     """
 
     tokens: int
@@ -41,7 +42,7 @@ class SharedPrefixes:
     """Figures of an unlimited prefix cache that keeps the KV of all earlier requests.
 
     `hit_rate` is the share of prompt tokens served from whole cached blocks. `distinct_tokens` is the number of tokens
-    in the cache at the end. `pin` is the prefix that saves the most prompt tokens; None if too few requests share one.
+    in the cache at the end. `pin` is the prefix that saves the most prompt tokens, if enough requests share it.
     """
 
     coverage: tuple[Coverage, ...]
@@ -81,7 +82,7 @@ Piece = tuple[object, int]
 
 
 class _Tree:
-    """Tree of the prompts added so far. Each node is a piece of a prompt, and the path to a node is a prefix."""
+    """Tree of prompts. Each node is a piece of a prompt, and the path to a node is a prefix."""
 
     def __init__(self, step: int) -> None:
         self.step = step
