@@ -146,7 +146,7 @@ class BudgetOptions:
         return [gpu_device(_find_gpu("simulate", (self.simulate or "").partition(":")[0], ", or local"))]
 
     def distribution(self, config: EngineConfig) -> LengthDistribution | None:
-        """Return the request lengths that --lengths or --mean-len describes, if given. Raises ConfigError if invalid."""
+        """Return the request lengths that --lengths or --mean-len describes, if given. Raises ConfigError."""
         limit = config.max_model_len
         if self.mean_len is not None and limit is not None and self.mean_len > limit:
             raise ConfigError("mean_len", f"{self.mean_len} is beyond {setting('max_model_len')} {limit}")

@@ -47,7 +47,7 @@ class EngineOptions:
     automatic: frozenset[str] = frozenset()
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
-        """Return the config for `model`. Knobs without a flag come from `defaults`. Raises ConfigError for a bad value."""
+        """Return the config for `model`. Knobs without a flag come from `defaults`. Raises ConfigError."""
         profile = {name: value for name, value in (defaults or {}).items() if name not in self.automatic}
         return EngineConfig(**{**profile, **self.given, "model": model})
 

@@ -52,7 +52,7 @@ def tuned(load: Load, slo: Slo, gpu: str, path: Path) -> tuple[Setting, Setting,
         timeout=600.0,
         rounds=1,
         time_limit=600.0,
-        smallest=128,
+        smallest_budget=128,
         destination=path / "tuned.toml",
         warm_start=False,
     )
