@@ -50,8 +50,8 @@ class Blueprint:
 def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blueprint:
     """Return the blueprint of an engine on the GPU `name`, with step times from a roofline model.
 
-    With the name "h100:vllm" instead of "h100", steps take as long as in vLLM; the scheduler is always llmsched's.
-    Raises ConfigError for an unknown GPU or kind of engine, and for settings or a model that do not suit the GPU.
+    With `name` "h100:vllm" instead of "h100", steps take as long as in vLLM. Raises ConfigError for an unknown GPU or
+    kind of engine, and for settings or a model that do not suit the GPU.
     """
     gpu_name, colon, engine_name = name.partition(":")
     try:

@@ -15,7 +15,7 @@ from llmsched.engine.percentiles import statistic
 class Slo:
     """Service level objective: latency targets of a request in seconds. None means no target.
 
-    Raises LlmschedError for an unknown statistic or a speed that is not above 0 and finite.
+    Raises LlmschedError for an unknown `itl_statistic`, or for a `reader_speed` that is not above 0 and finite.
     """
 
     ttft: float | None = None

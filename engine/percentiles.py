@@ -17,7 +17,7 @@ _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 class Summary:
     """Statistics of samples, in the unit of the samples. Without samples, `count` is 0 and the other fields are None.
 
-    Reports take their statistics and headings from these fields. To add a whole percentile, add a field such as `p90`.
+    Reports take statistics and headings from these fields. So a new field, such as `p90`, adds a percentile to reports.
     """
 
     count: int = 0

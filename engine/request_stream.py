@@ -15,22 +15,17 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
 
     It raises EngineDeadError if the engine fails, and RequestError or QueueFullError if the engine refuses the request.
     Leaving the stream's `async with` block early aborts the request. For use on the event loop only.
-
-    If an output arrives while the previous output of the same choice is unread, the two are merged. The event `ready`
-    is set when there is something to `take`. If `wakes_at_end` is True, `ready` is set only when a choice or the stream
-    has ended. The function `pass_on` is called with each output first; if it returns True, the output counts as read.
     """
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._unfinished = num_choices
         self._abort = abort
-        #: Unread outputs by choice.
-        self._unread: dict[int, RequestOutput] = {}
+        self._unread: dict[int, RequestOutput] = {}  # one output per choice; newer outputs are merged into it
         self.error: LlmschedError | None = None
-        self.ready = asyncio.Event()
-        self.wakes_at_end = False
-        self.pass_on: Callable[[RequestOutput], bool] | None = None
+        self.ready = asyncio.Event()  # set when there is something to `take`
+        self.wakes_at_end = False  # sets `ready` only when a choice or the stream has ended
+        self.pass_on: Callable[[RequestOutput], bool] | None = None  # gets each output first; True counts as read
 
     def deliver(self, output: RequestOutput) -> None:
         try:

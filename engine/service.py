@@ -33,18 +33,14 @@ class AsyncEngine:
 
     `start` binds the AsyncEngine to the running event loop. Use the streams, and all methods except `stats`, on that
     loop only. Code on the loop may read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses
-    `call` for the rest.
-
-    An exception in a step ends the engine: `error` has the reason, and all open streams and calls fail with
-    EngineDeadError. The engine counts as hung if it has work but has not finished a step for more than `step_timeout_s`
-    seconds (0: no limit).
+    `call` for the rest. An exception in a step ends the engine: all open streams and calls fail with EngineDeadError.
     """
 
     def __init__(self, core: Engine, *, step_timeout_s: float = 0.0) -> None:
         self.core = core
-        self.step_timeout_s = step_timeout_s
+        self.step_timeout_s = step_timeout_s  # after which a step counts as hung; 0 is no limit
         self.draining = False
-        self.error: str | None = None
+        self.error: str | None = None  # why the engine has ended
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams = OpenStreams()
         self._calls: set[asyncio.Future[Any]] = set()

@@ -18,8 +18,7 @@ from llmsched.engine.step_loop import StepLoop
 class SimulatedEngine(StepLoop):
     """Scheduler and KV memory of an engine on a virtual clock that starts at 0. Every output has max_tokens tokens.
 
-    `cost` predicts the seconds of a step. `per_swapped_block` is the time in seconds to copy one KV block to or from
-    host memory.
+    `per_swapped_block` is the time in seconds to copy one KV block to or from host memory.
     """
 
     clock: VirtualClock

@@ -57,7 +57,7 @@ class StepLoop:
         return None if self._in_flight is not None else self.scheduler.idle_until()
 
     def reconfigure(self, **limits: Unpack[Limits]) -> None:
-        """Change the given limits while no request runs.
+        """Change limits of steps.
 
         Raises ConfigError while requests run, and for a limit above the value for which memory was reserved.
         """
@@ -100,8 +100,8 @@ class StepLoop:
     def run_step(self) -> tuple[StepPlan, list[Update]]:
         """Compute a step and update the scheduler. Return the plan and the update of each request.
 
-        If a step runs out of memory, on the device or the host, a smaller step is planned. The plan is empty if all
-        requests of the step have ended. If `max_attempts` steps in a row run out of memory, the last error is raised.
+        If a step runs out of memory, on the device or the host, a smaller step is computed instead. If `max_attempts`
+        steps in a row run out of memory, the last error is raised. The plan is empty if nothing is left to compute.
         """
         attempts = 0
         while True:

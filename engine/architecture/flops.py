@@ -1,7 +1,7 @@
 """Operations and memory traffic of a model's steps, computed from its config.
 
-A step reads a matrix of P numbers once and takes 2 P operations per token. If every token is sent to k of E experts
-evenly, T tokens use E (1 - (1 - k / E) ** T) experts on average.
+A step reads a matrix of P numbers once and takes 2 P operations per token. If each token uses k of E experts, at
+random, T tokens use E (1 - (1 - k / E) ** T) experts on average.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ Pairs = ListLike[tuple[int, int]]
 
 
 class HostBlocks:
-    """Pool of `num_blocks` blocks in host memory, in the cache's data type.
+    """Pool of `num_blocks` blocks in host memory, in the cache's data type."""
 
-    On a GPU, the host memory is page-locked and copies run on a separate stream. Copies start after all work that is
-    already queued on the compute stream, and work that is queued there later waits for the copies.
-    """
+    # On a GPU, the host memory is page-locked and copies run on a separate stream. Copies start after all work that is
+    # already queued on the compute stream, and work that is queued there later waits for the copies.
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
         self._device = device

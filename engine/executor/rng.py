@@ -1,11 +1,10 @@
 """Random numbers that depend only on a seed, a position and a name.
 
-The counter-based generator Philox4x32-10 turns (seed, position) into a key. It has no state, so preemption and batching
-do not change the tokens that a sequence draws. A cheap hash (`hashed` in kernels/reference.py) turns this key and a
-name, such as the index of a token, into a random number.
-
 Source: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
+# The counter-based generator Philox4x32-10 turns (seed, position) into a key. It has no state, so preemption and
+# batching do not change the tokens that a sequence draws. A cheap hash (`hashed` in kernels/reference.py) turns this
+# key and a name, such as the index of a token, into a random number.
 
 from __future__ import annotations
 

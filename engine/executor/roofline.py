@@ -1,4 +1,4 @@
-"""Roofline model of the time of a step, from a language model's shape and the rates that an engine reaches on a GPU.
+"""Roofline model of the time of a step, from a model's shape and the rates that an engine reaches on a GPU.
 
 The time is the sum of these parts:
 
@@ -6,13 +6,12 @@ The time is the sum of these parts:
     matrices    dense, experts, head: hypot(operations / matrix rate, bytes / bandwidth)
     vectors     norms, residuals, activations: bytes / bandwidth
     attention   of prefills and of decodes: hypot(operations / attention rate, KV bytes / KV bandwidth)
-
-hypot(a, b) is close to the larger of a and b, but higher where both are similar, because then arithmetic and memory
-traffic slow each other down. The part "matrices" was compared with microsoft/vidur's profiles of matrix products (A100,
-H100, A40; 1 to 4,096 tokens; 2.7B to 70B). With 26 microseconds per layer, 73 to 76 % of the matrix rate and 79 to 92 %
-of the bandwidth, the median error is 3 % and the P90 error 9 % (tests/executor/test_op_profiles.py). The shares of the
-rates come from profiles/engines.toml.
 """
+# hypot(a, b) is close to the larger of a and b, but higher where both are similar, because then arithmetic and memory
+# traffic slow each other down. The part "matrices" was compared with microsoft/vidur's profiles of matrix products
+# (A100, H100, A40; 1 to 4,096 tokens; 2.7B to 70B). With 26 microseconds per layer, 73 to 76 % of the matrix rate and
+# 79 to 92 % of the bandwidth, the median error is 3 % and the P90 error 9 % (tests/executor/test_op_profiles.py). The
+# shares of the rates come from profiles/engines.toml.
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ from llmsched.profiles.gpus import GpuSpec
 class Roofline:
     """StepCost of one language model on one GPU, for one kind of engine, such as vLLM.
 
-    `error` is the median relative error of TPOT against published measurements that were not used for the fit; None if
-    there are none. Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
+    Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
         share = engine.on(gpu)
         self.window = work.window
+        #: Median relative error of TPOT against published measurements that the fit did not use.
         self.error = share.error
         bandwidth = gpu.bandwidth * share.bandwidth
         kinds: tuple[Arithmetic, ...] = ("bf16", "fp8", "fp8_block")

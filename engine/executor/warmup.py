@@ -25,11 +25,9 @@ class WarmupStep(NamedTuple):
 
 
 def warmup_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[WarmupStep]:
-    """Return the warm-up's steps, which together compile every variant of every kernel and reach the peak of memory.
-
-    The first two are the step with the most tokens and the step with the most decodes that the scheduler may plan. The
-    others have one sequence: a decode and the smallest prefill, each with a short and with a long context.
-    """
+    """Return steps that together compile every variant of every kernel and reach the peak of memory."""
+    # The first two are the step with the most tokens and the step with the most decodes that the scheduler may plan.
+    # The others have one sequence: a decode and the smallest prefill, each with a short and with a long context.
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
     lengths = [(num_tokens + row) // num_rows for row in range(num_rows)]

@@ -207,7 +207,7 @@ class KVManager:
     def num_swapped(self, request: Request) -> int:
         """Return how many blocks `swap_out` would copy.
 
-        It copies all blocks with KV, except leading blocks that other requests or pins hold too.
+        These are all blocks with KV, without leading blocks that other requests or pins hold too.
         """
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 

@@ -21,11 +21,8 @@ class BlockPool:
     """Pool of reference-counted blocks 0 .. num_blocks-1.
 
     Each block is used (ref_count > 0), cached (ref_count 0, in the prefix tree, evictable) or free (without useful
-    content). Requests must release their last blocks first, so that the end of a sequence is evicted before its
-    beginning.
-
-    `on_evict` is called with each evicted block. It returns other cached blocks that have become useless, and the pool
-    frees these too.
+    content). `on_evict` is called with each evicted block. It returns other cached blocks that have become useless, and
+    the pool frees these too.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], Sequence[int]]) -> None:
@@ -79,7 +76,10 @@ class BlockPool:
             self._cached.mark_shared(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one reference from each block, in the given order (end of the sequence first)."""
+        """Remove one reference from each block, in the given order.
+
+        Release the end of a sequence first, so that it is evicted before the beginning.
+        """
         for block in blocks:
             self._ref_count[block] -= 1
             if self._ref_count[block]:
@@ -96,7 +96,7 @@ class BlockPool:
                 self._cached.touch(block)
 
     def set_findable(self, blocks: Iterable[int]) -> None:
-        """Mark blocks as blocks of a node in the prefix tree."""
+        """Mark blocks as findable: nodes of the prefix tree have them."""
         for block in blocks:
             self._findable[block] = 1
 

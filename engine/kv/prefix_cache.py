@@ -49,8 +49,8 @@ class InFlightPrefixes:
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
         """Find the partly written block after the prefix `node` that shares the most leading tokens with `tokens`.
 
-        `tokens` is at most one encoded block; `node` None is the empty prefix under `salt`. Returns the block of each
-        group and the number of shared tokens, or None if no such block shares a token.
+        `tokens` is at most one encoded block. `node` None is the empty prefix under `salt`. Returns the block of each
+        group and the number of shared tokens, or None if there is no such block.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -64,9 +64,9 @@ class InFlightPrefixes:
         return best
 
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
-        """Return the largest number of tokens of `request` whose KV one other running request will write.
+        """Return the number of tokens of `request` whose KV another running request will write.
 
-        Only tokens in whole blocks count, from `start`, where the prefix `node` ends, to `limit` - 1.
+        Only tokens in whole blocks from `start` to `limit` - 1 count. `node` is the node of the prefix before `start`.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):

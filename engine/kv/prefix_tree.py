@@ -28,21 +28,16 @@ def num_common_tokens(one: bytes, two: bytes) -> int:
 
 
 class PrefixNode:
-    """Node of the prefix tree: the cached KV of one block of tokens. The path from the root is the whole prefix.
-
-    `key` is the encoded tokens. `blocks` has one block for each full-attention group. `window_blocks` has one block for
-    each sliding-window group, and is empty after these blocks are evicted. `path_hash` identifies the prefix and its
-    salt, even after the node is removed.
-    """
+    """Node of the prefix tree: the cached KV of one block of tokens. The path from the root is the whole prefix."""
 
     __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
 
     def __init__(self, key: bytes, blocks: tuple[int, ...], parent: PrefixNode | None, path_hash: int) -> None:
-        self.key = key
-        self.blocks = blocks
-        self.window_blocks: tuple[int, ...] = ()
+        self.key = key  # encoded tokens
+        self.blocks = blocks  # one for each full-attention group
+        self.window_blocks: tuple[int, ...] = ()  # one for each sliding-window group, until evicted
         self.parent = parent
-        self.path_hash = path_hash
+        self.path_hash = path_hash  # identifies the prefix and its salt, even after the node is removed
         self.children: dict[bytes, PrefixNode] = {}
 
 

@@ -35,8 +35,7 @@ def plan_swap(swap_space: int, block_bytes: int, free_bytes: int) -> SwapSpace:
 class SwapSpace:
     """Swap space: blocks 0 .. num_blocks-1 in host memory ("host blocks"), and the next step's copies to and from them.
 
-    A host block has `block_bytes` bytes. It is free, held by one preempted request (`Request.swapped`), or about to be
-    copied back.
+    A host block is free, held by one preempted request (`Request.swapped`), or about to be copied back.
     """
 
     def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
@@ -113,8 +112,7 @@ class SwapSpace:
 class BlockCopies:
     """Copies from block to block at the start of the next step (copy on write).
 
-    Each block is the destination of at most one copy. A source may be the destination of a later copy but not of an
-    earlier copy, so make the copies in order, or read all sources first.
+    Make the copies in order, because a later copy may overwrite the source of an earlier copy.
     """
 
     def __init__(self, swap: SwapSpace) -> None:

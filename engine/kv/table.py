@@ -19,10 +19,7 @@ class BlockTable:
     """Block ids of one sequence, as int32 array `ids` [groups, len(table)].
 
     Rows of full-attention groups come first and have a block at every index. Rows of sliding-window groups have blocks
-    at indices `window_start` to `window_end` - 1; their other entries are meaningless. The first `num_findable` blocks
-    are in the prefix tree, and `node` is the node of the last of them. `num_initial` is num_computed_tokens at
-    admission. The sequence needs no new block while num_tokens <= `capacity`. KVManager.commit does nothing while
-    num_computed_tokens < `commit_at`.
+    at indices `window_start` to `window_end` - 1; their other entries are meaningless.
     """
 
     __slots__ = (
@@ -44,12 +41,13 @@ class BlockTable:
         self.layout = layout
         self._ids = np.zeros((layout.num_groups, max(16, len(nodes))), dtype=np.int32)
         self._set_width(len(nodes))
-        self.capacity = len(nodes) * layout.block_size
+        self.capacity = len(nodes) * layout.block_size  # number of tokens up to which no new block is needed
         self.window_start = self.window_end = 0
         self.is_findable = findable
-        self.node = nodes[-1] if nodes else None
-        self.num_findable = len(nodes)
-        self.num_initial = num_initial
+        self.node = nodes[-1] if nodes else None  # of the last findable block
+        self.num_findable = len(nodes)  # leading blocks in the prefix tree
+        self.num_initial = num_initial  # num_computed_tokens at admission
+        #: KVManager.commit does nothing up to this num_computed_tokens.
         self.commit_at = (len(nodes) + 1) * layout.block_size if findable or layout.window_groups else NEVER
         if nodes:
             self._ids[: layout.full_groups, : len(nodes)] = np.transpose([node.blocks for node in nodes])

@@ -1,10 +1,8 @@
-"""Concurrency of requests with mixed lengths: how many fit in a pool of blocks, and the probability of preemption.
-
-The model assumes that running sequences are independent, and that each is at a random step of its run. A request with p
-prompt tokens and o output tokens runs for o steps, in which it holds p, p + 1, ... p + o - 1 tokens. So the probability
-that a running sequence belongs to this request is proportional to o. The number of blocks that n sequences hold is then
-a sum of n independent draws. Convolution computes its distribution exactly.
-"""
+"""Concurrency of requests with mixed lengths: how many fit in a pool of blocks, and the probability of preemption."""
+# The model assumes that running sequences are independent, and that each is at a random step of its run. A request with
+# p prompt tokens and o output tokens runs for o steps, in which it holds p, p + 1, ... p + o - 1 tokens. So the
+# probability that a running sequence belongs to this request is proportional to o. The number of blocks that n
+# sequences hold is then a sum of n independent draws, whose distribution a convolution computes exactly.
 
 from __future__ import annotations
 

@@ -3,13 +3,12 @@
 vLLM computes a step of max_num_batched_tokens tokens, samples max_num_seqs full rows of logits, and reserves the peak:
 
     max(MLP as in activations.py, sampler_copies x sequences x vocab x 4 bytes) + what libraries hold outside torch
-
-The CUDA context is not in this sum: vLLM measures only what is added after the context exists. Logs of versions up to
-0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, so plans for 0.16 count 9.6
-copies. The 3.9 copies are known only for up to 512 rows, the most in any log of 0.17.
-tests/memory/test_published_logs.py names the few logs to which these constants were fitted, and checks the sum against
-all others.
 """
+# The CUDA context is not in this sum: vLLM measures only what is added after the context exists. Logs of versions up to
+# 0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, so plans for 0.16 count 9.6
+# copies. The 3.9 copies are known only for up to 512 rows, the most in any log of 0.17.
+# tests/memory/test_published_logs.py names the few logs to which these constants were fitted, and checks the sum
+# against all others.
 
 from __future__ import annotations
 

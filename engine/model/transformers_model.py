@@ -1,8 +1,6 @@
-"""Wrapper that runs any decoder with transformers' attention interface over the paged KV cache.
-
-The forward pass hands the keyword `paged_context` on to this module's attention function, so there is no global state
-and one process can run several engines.
-"""
+"""Wrapper that runs any decoder with transformers' attention interface over the paged KV cache."""
+# The forward pass hands the keyword `paged_context` on to this module's attention function, so there is no global state
+# and one process can run several engines.
 
 from __future__ import annotations
 

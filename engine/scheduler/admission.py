@@ -23,12 +23,11 @@ MIN_BONUS_HIT = 512
 
 
 class Admission:
-    """Part of the scheduler that moves requests from `waiting` to `running`.
+    """Part of the scheduler that moves requests from `waiting` to `running`."""
 
-    An epoch ends whenever a request arrives, ends, or is preempted or admitted, and whenever a pin is released. If no
-    waiting request could be admitted, Admission does not try again in the same epoch, unless more blocks have become
-    available.
-    """
+    # An epoch ends whenever a request arrives, ends, or is preempted or admitted, and whenever a pin is released. If no
+    # waiting request could be admitted, Admission does not try again in the same epoch, unless more blocks have become
+    # available.
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Admission:
         self.backfill.new_step()
 
     def changed(self) -> None:
-        """Begin a new epoch, because a waiting request may be admitted now that could not be admitted before."""
+        """Note a change after which a waiting request may be admitted."""
         self._epoch += 1
 
     def exclude(self, request: Request) -> None:

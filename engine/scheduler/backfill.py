@@ -15,8 +15,8 @@ class Backfill:
     """Rules for overtaking in the waiting queue.
 
     The first waiting request may be overtaken `max_passes` times; after that, only this request may be admitted. A
-    request that does not fit gets a reserved start: the step at which it is predicted to fit. Until then, a request of
-    larger rank is admitted only if it is predicted to end before the reserved start.
+    request that does not fit gets a reserved start: the step at which it is predicted to fit. Until then, requests
+    behind it are admitted only if they are predicted to end before the reserved start.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Backfill:
         self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:
-        """Return True if max_passes and the reserved start of another request allow this request to be admitted now."""
+        """Return True if the request may be admitted now although requests ahead of it wait."""
         first, reserved = self._waiting.first, self._reserved
         if first is not request and first.num_passed >= self._max_passes:
             reason = "the first request in the queue has already been overtaken max_passes times"
@@ -50,10 +50,7 @@ class Backfill:
         return False
 
     def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
-        """Reserve a start for a request that lacks `missing_blocks` blocks.
-
-        If a request of smaller rank has a reservation, nothing changes.
-        """
+        """Reserve a start for a request that lacks `missing_blocks` blocks, unless a request ahead of it has one."""
         if self._reserved is not None and request.rank > self._reserved.rank:
             return
         self._reserved, self._steps_left = request, 0

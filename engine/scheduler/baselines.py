@@ -1,4 +1,4 @@
-"""Schedulers for each scheduling_policy, with one interface, so that one run can compare them."""
+"""Schedulers, one for each scheduling_policy."""
 
 from __future__ import annotations
 

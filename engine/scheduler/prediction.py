@@ -43,8 +43,8 @@ class Outlook(NamedTuple):
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:
         """Return the probability [n, len(steps)] that each request generates at least `steps` more tokens.
 
-        It is a share of the finished outputs that are longer than the request's present output: those that are longer
-        by at least `steps` tokens. A request without such outputs is assumed to run to max_tokens.
+        Among the finished outputs that are longer than the request's present output, it is the share of those with at
+        least `steps` more tokens. A request without such outputs is assumed to run to max_tokens.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)
@@ -57,9 +57,9 @@ class Outlook(NamedTuple):
 class OutputPredictor:
     """Predictor of a request's output length in tokens, from finished outputs of the same priority.
 
-    The prediction is the quantile QUANTILE of the finished outputs that are longer than the request's present output,
-    at most max_tokens. It is max_tokens if there are too few such outputs, if the request ignores EOS tokens, or if
-    `method` is not "learned".
+    The prediction is the quantile QUANTILE of the finished outputs that are longer than the request's present output.
+    It is max_tokens if there are too few such outputs, if the request ignores EOS tokens, or if `method` is not
+    "learned".
     """
 
     def __init__(self, method: Prediction) -> None:

@@ -128,10 +128,11 @@ class Preemption:
     def choose_victim(self, running: Sequence[Request]) -> Request:
         """Return which of two or more running requests gives up its blocks when memory runs out.
 
-        The first request by rank is never chosen, so it makes progress in every step. A request that was preempted
-        SAFE_AFTER times is chosen only if every candidate was. Otherwise the victim is of the lowest priority class;
-        within it, the request with the smallest loss, then with the largest rank.
+        The first request by rank is never chosen, so it makes progress in every step.
         """
+        # A request that was preempted SAFE_AFTER times is chosen only if every candidate was preempted that often.
+        # Otherwise the victim is of the lowest priority class; within it, the request with the smallest loss, then with
+        # the largest rank.
         first = min(running, key=lambda r: (r.rank, r.request_id))
         others = [request for request in running if request is not first]
         unsafe = [request for request in others if request.num_preemptions < SAFE_AFTER]
@@ -144,9 +145,9 @@ class Preemption:
         return max(unsafe, key=lambda r: (-losses[r].seconds, -losses[r].num_tokens, r.rank, r.request_id))
 
     def choose_victim_for(self, waiting: Request, running: Sequence[Request]) -> Request | None:
-        """Return the running request to preempt so that `waiting`, a request of a higher class, can run.
+        """Return the running request to preempt so that `waiting`, a request of a higher priority class, can run.
 
-        Returns None if there is none, and under every policy except fair, because only fair has classes.
+        Returns None if there is no such request, and under every policy except fair.
         """
         if self._policy != "fair":
             return None

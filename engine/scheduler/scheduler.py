@@ -47,9 +47,9 @@ class Scheduler:
     decoding request gets its token in every step.
 
     Starvation bound: while a request R waits, at most max_passes x (1 + S) requests of larger rank are admitted, where
-    S is the number of requests of smaller rank that wait during that time. R waits for at most as many steps as the
-    requests that run in the meantime have tokens (prompt, max_tokens and recomputed tokens). The proof is in
-    tests/scheduler/test_starvation.py. Policy sptf has no bound, because its ranks are lengths.
+    S is the number of requests of smaller rank that wait during that time. R waits for at most N steps, where N is the
+    number of tokens (prompt, max_tokens and recomputed tokens) of the requests that run during that time. The proof is
+    in tests/scheduler/test_starvation.py. Policy sptf has no bound, because its ranks are lengths.
     """
 
     def __init__(self, kv: KVManager, config: ResolvedConfig, clock: Callable[[], float]) -> None:
@@ -275,7 +275,7 @@ class Scheduler:
         """Undo an advanced plan whose step ran out of memory. Return how many running requests were preempted.
 
         `following` is the plan that was launched after it, if there is one; it is undone too. Later steps compute the
-        tokens of both plans again, in steps of at most half the plan's tokens.
+        tokens again, with at most half as many tokens per step.
         """
         # The steps may have done any part of their work. The KV that they computed is in blocks that no lookup finds.
         # The KV that they copied may be incomplete, so each request into whose blocks the steps were to copy KV is

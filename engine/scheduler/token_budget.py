@@ -24,15 +24,11 @@ RAISE_AFTER = 1024
 
 
 class Pacer:
-    """Controller that sizes each step's token budget to meet target_itl, with a step-time model fitted to past steps.
-
-    The budget is `limit` if there is no target, if no request decodes, or if the model has seen too few steps. `limit`
-    begins as max_num_batched_tokens. `lower` reduces it after a step that ran out of memory. RAISE_AFTER or more steps
-    without such a failure double it, up to its first value.
-    """
+    """Controller that sizes token budgets to meet target_itl, with a step-time model fitted to past steps."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.model = StepTimeModel()
+        #: `limit` is less than max_num_batched_tokens after a step that ran out of memory.
         self.step_budget = self.limit = self._most = config.max_num_batched_tokens
         self._raise_after = RAISE_AFTER
         self._calm_steps = 0

@@ -22,12 +22,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """Thread-safe tokenizer of one model.
-
-    `vocab_size` is the largest id that has a token, plus 1; the model's vocabulary may be larger. `eos_token_ids` has
-    only the tokenizer's own EOS id; ModelInfo has all EOS ids. `byte_level` is True if tokens are written in GPT-2's
-    byte-level alphabet.
-    """
+    """Thread-safe tokenizer of one model."""
 
     def __init__(self, fast: PreTrainedTokenizerBase) -> None:
         self.fast = fast
@@ -35,8 +30,10 @@ class Tokenizer:
         # tokenizer.json may enable truncation and padding for training; truncation would silently cut prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
+        #: The model's vocabulary may be larger.
         self.vocab_size: int = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_token_id: int | None = fast.bos_token_id
+        #: The tokenizer's own EOS id; ModelInfo has all EOS ids.
         self.eos_token_ids = frozenset[int]() if fast.eos_token_id is None else frozenset({int(fast.eos_token_id)})
         self._added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
@@ -45,6 +42,7 @@ class Tokenizer:
             (token.content for token in self._added.values() if token.special), key=len, reverse=True
         )
         decoders = _steps(self.backend.decoder)
+        #: True if tokens are written in GPT-2's byte-level alphabet.
         self.byte_level = any(part["type"] == "ByteLevel" for part in decoders)
         self._byte_fallback = any(part["type"] == "ByteFallback" for part in decoders)
         self._spiece = any(_SPIECE_SPACE in json.dumps(part, ensure_ascii=False) for part in decoders)

@@ -165,7 +165,7 @@ def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chu
 
 @jit()
 def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool, limit: Any) -> Any:
-    """Return a threshold, the sum of the weights above it, and the number of tokens at it.
+    """Return a threshold, the sum of the weights above it, and the number of tokens whose key equals it.
 
     The threshold is the lowest key, from `low` on, above which the sum is less than `limit`. If `by_count`, each token
     counts as 1 in all sums. `high` is the key of the best token.
