@@ -88,6 +88,7 @@ class Engine(StepLoop):
         """Raise RequestError for a request that can never be served. Any thread may call this."""
         if not prompt_token_ids:
             raise RequestError("prompt", "the prompt has no tokens; at least one is needed")
+        self.check_length(len(prompt_token_ids), sampling.max_tokens)
         for name, ids in (
             ("prompt", prompt_token_ids),
             ("stop_token_ids", sampling.stop_token_ids),
@@ -98,7 +99,6 @@ class Engine(StepLoop):
                 raise RequestError(
                     name, f"{name} has the token id {wrong}; allowed is from 0 to {self.model.vocab_size - 1}"
                 )
-        self.check_length(len(prompt_token_ids), sampling.max_tokens)
 
     def add_request(
         self,

@@ -1,4 +1,4 @@
-"""Kinds of engines, such as vLLM, read from engines.toml: fixed times of a step, and shares of a GPU's rates."""
+"""Kinds of engines, such as vLLM, read from engines.toml: overheads of a step, and shares of a GPU's rates."""
 
 from __future__ import annotations
 

@@ -61,7 +61,6 @@ class Admission:
         self.first_lacks = WaitReason.STEP
 
     def new_step(self) -> None:
-        """Clear the state of the previous step."""
         self._try_again = False
         self._excluded.clear()
         self.backfill.new_step()

@@ -31,7 +31,6 @@ class Backfill:
         self._steps_left = 0  # until the reserved request is predicted to fit
 
     def new_step(self) -> None:
-        """Count a step towards the reserved start."""
         self._steps_left -= 1
 
     def may_pass(self, request: Request) -> bool:

@@ -1,10 +1,8 @@
-"""Execution of compiled code on torch's own OpenMP threads.
-
-Numba's own thread pool, in addition to torch's, would double the number of spinning threads: on two cores, a kernel of
-0.1 ms then takes up to 8 ms (measured). So GOMP_parallel starts the compiled function, as in code that GCC compiles
-from `#pragma omp parallel`, on torch's threads, which are still awake after the previous matrix product. If torch's
-runtime lacks GOMP_parallel (macOS, Windows), the function runs on the calling thread alone.
-"""
+"""Execution of compiled code on torch's own OpenMP threads."""
+# Numba's own thread pool, in addition to torch's, would double the number of spinning threads: on two cores, a kernel
+# of 0.1 ms then takes up to 8 ms (measured). So GOMP_parallel starts the compiled function, as in code that GCC
+# compiles from `#pragma omp parallel`, on torch's threads, which are still awake after the previous matrix product. If
+# torch's runtime lacks GOMP_parallel (macOS, Windows), the function runs on the calling thread alone.
 
 from __future__ import annotations
 

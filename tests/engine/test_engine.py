@@ -263,6 +263,7 @@ def test_a_request_that_can_never_be_served_is_refused() -> None:
         ([5], sampling(stop_token_ids=(VOCAB_SIZE,)), "stop_token_ids"),
         ([5], sampling(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
         (prompt(60), sampling(max_tokens=5), "64 tokens; the prompt has 60 tokens and max_tokens is 5"),
+        ([VOCAB_SIZE] * 60, sampling(max_tokens=5), "60 tokens"),  # the length is checked before millions of ids are
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request("x", token_ids, params)
