@@ -97,16 +97,12 @@ class RequestStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Reason why a sequence ended.
+    """Reason why a sequence ended."""
 
-    STOP: an end-of-sequence token, a stop token or a stop string. LENGTH: max_tokens or max_model_len was reached.
-    ABORT: the request was aborted, for example because the client disconnected. ERROR: see RequestOutput.error.
-    """
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or max_model_len was reached
+    ABORT = "abort"  # for example, the client disconnected
+    ERROR = "error"  # see RequestOutput.error
 
 
 @dataclass(slots=True, eq=False)

@@ -142,23 +142,20 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 class SamplingParameter(IntEnum):
-    """Row of the array `parameters` of `sample`, which has one column for each row of logits.
+    """Row of the array `parameters` of `sample`. The array has one column for each row of logits."""
 
-    TEMPERATURE is 0 for a greedy row. These values turn a filter off: TOP_K 0 or less, TOP_P 1, MIN_P 0. KEY_0 and
-    KEY_1 are the two 32-bit words of the row's random key.
-    """
-
-    TEMPERATURE = 0
-    TOP_K = 1
-    TOP_P = 2
-    MIN_P = 3
-    KEY_0 = 4
-    KEY_1 = 5
+    TEMPERATURE = 0  # 0 for a greedy row
+    TOP_K = 1  # 0 or less turns the filter off
+    TOP_P = 2  # 1 turns the filter off
+    MIN_P = 3  # 0 turns the filter off
+    KEY_0 = 4  # first 32 bits of the row's random key
+    KEY_1 = 5  # last 32 bits of the row's random key
 
 
 #: Tokens per chunk of the race.
 CHUNK = 256
-#: A token's weight is its probability relative to the best token's, in units of 1 / WEIGHT_UNITS.
+#: A token's weight is its probability relative to the best token's, in units of 1 / WEIGHT_UNITS. Weights are integers,
+#: so that no order of additions changes a sum: every row gets the same token in every batch.
 WEIGHT_UNITS = 1 << 40
 #: Scores below it give the weight 0.
 MIN_SCORE = -28.0
@@ -172,8 +169,6 @@ def sample(logits: Tensor, parameters: Tensor) -> Tensor:
     and the filters apply one after the other: min_p keeps tokens with at least min_p times the best token's
     probability, top_k keeps the k best of these, and top_p keeps the fewest best tokens whose renormalised
     probabilities sum to top_p or more. One of the remaining tokens wins the `race`.
-
-    Weights are integers, so that no order of additions changes a sum: every row gets the same token in every batch.
     """
     temperature, top_k, top_p, min_p = parameters[: SamplingParameter.KEY_0].unsqueeze(2)
     logits = logits.float()
@@ -194,19 +189,18 @@ def sample(logits: Tensor, parameters: Tensor) -> Tensor:
 def race(weights: Tensor, keys: Tensor) -> Tensor:
     """Draw one id per row with probabilities proportional to weights [R, V] (int64), by an exponential race.
 
-    `keys` [R, 2] (int64) are the random keys. Each token has an independent exponential time E, and the token with the
-    largest weight / E is drawn, which happens with probability weight / sum. This is the Gumbel-max trick, because
-    -log E is Gumbel noise. The race has two rounds, to draw fewer random numbers. First the chunks of CHUNK tokens
-    compete, each with the sum of its weights. Then the tokens in the winning chunk compete. Lower ids win ties. A token
-    of weight 0 is drawn only if all weights are 0.
-
-    The draw hardly depends on rounding, because the times do not depend on the logits. If a recomputation moves logits
-    by 1e-6, about one draw in 1e6 changes. Inverting the cumulative distribution would change far more draws, because
-    each token's interval in [0, 1) would shift with the sum of the weights before it.
+    `keys` [R, 2] (int64) are the random keys. Lower ids win ties. A token of weight 0 is drawn only if all weights are
+    0.
 
     Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, which also covers races between sets of
     tokens by the sums of their weights.
     """
+    # Each token has an independent exponential time E, and the token with the largest weight / E is drawn, which
+    # happens with probability weight / sum. This is the Gumbel-max trick, because -log E is Gumbel noise. The race has
+    # two rounds, to draw fewer random numbers: chunks of tokens compete with the sums of their weights, then the tokens
+    # in the winning chunk. The draw hardly depends on rounding, because the times do not depend on the logits. If a
+    # recomputation moves logits by 1e-6, about one draw in 1e6 changes. Inverting the cumulative distribution would
+    # change far more draws, because each token's interval in [0, 1) would shift with the sum of the weights before it.
     rows, width = weights.shape
     chunks = torch.nn.functional.pad(weights, (0, -width % CHUNK)).view(rows, -1, CHUNK)
     sums = chunks.sum(dim=2)
@@ -225,11 +219,10 @@ MIX_0, MIX_1 = 0x604BAA5D, 0x43D6CE97
 def hashed(names: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return 32 random bits for each name and key (first, second). Arguments are broadcast.
 
-    Arguments and result are int64 in [0, 2**32). No product reaches 2**63, so all devices compute the same hashes.
-
-    Source: C. Wellons, "Prospecting for hash functions", 2018, for the hash's shifts and multipliers: of his
-    multipliers below 2**31, those with the least bias.
+    Arguments and result are int64 in [0, 2**32). Source: C. Wellons, "Prospecting for hash functions", 2018.
     """
+    # No product reaches 2**63, so all devices compute the same hashes. Of the source's multipliers below 2**31, these
+    # are the two with the least bias.
     mixed = names ^ first
     mixed = ((mixed ^ mixed >> 16) * MIX_0) & 0xFFFFFFFF
     mixed = ((mixed ^ mixed >> 15 ^ second) * MIX_1) & 0xFFFFFFFF

@@ -17,36 +17,30 @@ from llmsched.engine.request import Sequence, TokenLogprob
 class ScheduledRow(NamedTuple):
     """Part of a sequence that a step computes: the tokens `sequence.token_ids[start : start + num_tokens]`.
 
-    `block_table` (int32 block ids [groups, width]) says where KV is stored: the KV of position p in layer group g is in
-    block block_table[g, p // block_size]. The table already has blocks for the new tokens. Ids of blocks before a
-    sliding window have no meaning.
-
-    If `sample` is True, the row ends at the end of the sequence, and a new token is sampled from the logits of its last
-    position. A row may end with the sequence's pending token (see `Sequence`), whose id is not in `token_ids` yet.
+    The row may end with the sequence's pending token (see `Sequence`), whose id is not in `token_ids` yet.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
+    #: The KV of position p in layer group g is in block block_table[g, p // block_size].
     block_table: npt.NDArray[np.int32]
-    sample: bool
+    sample: bool  # True if the row ends the sequence, and a token is sampled from its last logits
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Plan of one packed forward pass of prefill chunks and decodes, with at most one row per sequence.
 
-    `finished` has the request ids of the sequences that ended since the last plan; the executor drops their state.
-    Before the pass, the executor copies KV blocks: first `swap_out` (block, host block), then `copies` (source,
-    destination), then `swap_in` (host block, block). Within each list, no block is written twice or read after it was
-    written.
+    Before the pass, the executor copies blocks: first `swap_out`, then `copies`, then `swap_in`. Within each list, no
+    block is written twice or read after it was written.
     """
 
     rows: ListLike[ScheduledRow]
-    finished: ListLike[str] = ()
-    copies: ListLike[tuple[int, int]] = ()
-    swap_out: ListLike[tuple[int, int]] = ()
-    swap_in: ListLike[tuple[int, int]] = ()
+    finished: ListLike[str] = ()  # request ids of sequences that ended since the last plan
+    copies: ListLike[tuple[int, int]] = ()  # (source, destination)
+    swap_out: ListLike[tuple[int, int]] = ()  # (block, host block)
+    swap_in: ListLike[tuple[int, int]] = ()  # (host block, block)
 
     @property
     def num_tokens(self) -> int:
@@ -55,31 +49,23 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RowResult:
-    """Result of one ScheduledRow. `token_id` is None if no token was sampled. An `error` ends only this sequence.
+    """Result of one ScheduledRow. An `error` ends only this sequence."""
 
-    `prompt_logprobs` is empty if the request did not ask for them. Otherwise it has one entry for each prompt token
-    among the tokens start + 1 to start + num_tokens of the sequence. `caused_by_request` is True if the error is due to
-    the request's own parameters, and False if the error is due to the model.
-    """
-
-    token_id: int | None = None
+    token_id: int | None = None  # None if no token was sampled
     logprob: TokenLogprob | None = None
+    #: If requested, for the prompt tokens among start + 1 to start + num_tokens.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
-    caused_by_request: bool = False
+    caused_by_request: bool = False  # False if the model caused the error
 
 
 @dataclass(slots=True)
 class StepResult:
-    """Result of a step, with one RowResult per row of the plan, in the same order.
-
-    `elapsed` is the time of the step in seconds (virtual time if simulated). It includes `swap_elapsed`, the seconds of
-    the copies to and from host memory.
-    """
+    """Result of a step, with one RowResult per row of the plan, in the same order."""
 
     rows: list[RowResult]
-    elapsed: float
-    swap_elapsed: float = 0.0
+    elapsed: float  # seconds (virtual if simulated), including swap_elapsed
+    swap_elapsed: float = 0.0  # seconds of the copies to and from host memory
 
 
 #: What `Executor.launch` returns and `Executor.collect` takes. Each executor has a type of its own.
@@ -89,19 +75,16 @@ Pending: TypeAlias = Any
 class Executor(ABC):
     """Base of objects that compute steps. They know nothing of priorities, queues, text and sockets.
 
-    An executor computes steps, with their copies, in the order in which they are launched: each step sees all KV and
-    all host blocks as the steps before it leave them. So the caller may give a block to another request while a
-    launched step still uses it, because the steps of that request are computed later.
-
-    If `looks_ahead` is True, a step may be launched before the result of the step before it was collected. Its rows may
-    then end with pending tokens (`Sequence.num_pending_tokens`): tokens that the step before it samples.
+    An executor computes steps, with their copies, in the order in which they are launched. So the caller may give a
+    block to another request while a launched step still uses it, because the steps of that request are computed later.
     """
 
+    #: A step may be launched before the previous one was collected, and may read its pending tokens.
     looks_ahead: bool = False
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> Pending:
-        """Start to compute a step, and do not wait for its result if `looks_ahead` is True.
+        """Start to compute a step. Wait for its result only if `looks_ahead` is False.
 
         After an exception for which `is_out_of_memory` returns True, here or in `collect`, the executor must be able to
         compute another plan. Any other exception stops the engine.
@@ -115,12 +98,11 @@ class Executor(ABC):
         """
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step: `launch` and `collect`."""
         return self.collect(self.launch(plan))
 
 
 class SynchronousExecutor(Executor):
-    """Base of executors that compute a step at once. They implement `execute`, and never look ahead."""
+    """Base of executors that implement `execute` and never look ahead."""
 
     def launch(self, plan: StepPlan) -> StepResult:
         return self.execute(plan)

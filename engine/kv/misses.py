@@ -18,17 +18,14 @@ MAX_SALTS = 64
 
 
 class MissKind(StrEnum):
-    """Reason why a prefix hit is not longer. HIT: all whole blocks that the request may reuse were found.
+    """Reason why a prefix hit is not longer."""
 
-    OTHER_SALT is for the operator only, because it reveals to one tenant what another tenant has sent.
-    """
-
-    HIT = "hit"
+    HIT = "hit"  # all whole blocks that the request may reuse were found
     SKIPPED = "the cache lookup was skipped"
     TOO_SHORT = "shorter than a block"
     COMPUTING = "still being computed"
     EVICTED = "evicted"
-    OTHER_SALT = "cached under another salt"
+    OTHER_SALT = "cached under another salt"  # for the operator only, because it reveals what another tenant has sent
     DIVERGED = "diverged"
     COLD = "no cached prompt matches more of it"
 

@@ -144,11 +144,8 @@ def _phi3(file: GGUFFile, fields: Settings) -> Settings:
 
 
 def _gemma(file: GGUFFile, fields: Settings) -> Settings:
-    """Return the additional settings of Gemma 2 and 3.
-
-    GGUF files do not store query_pre_attn_scalar, so it is derived from the number of layers. In Gemma 3,
-    sliding-window layers have their own base frequency and no rope scaling.
-    """
+    """Return the additional settings of Gemma 2 and 3."""
+    # GGUF files do not store query_pre_attn_scalar, so it is derived from the number of layers.
     scalar = fields["head_dim"]
     if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:
         scalar = fields["hidden_size"] // fields["num_attention_heads"]

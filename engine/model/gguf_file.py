@@ -1,8 +1,6 @@
-"""Reader of .gguf files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
-
-gguf-py's own reader creates several numpy arrays for every string, so it takes ten seconds for a vocabulary of 128,000
-tokens.
-"""
+"""Reader of .gguf files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+# gguf-py's own reader creates several numpy arrays for every string, so it takes ten seconds for a vocabulary of
+# 128,000 tokens.
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """Open .gguf file. `metadata` holds Python values; `tensors` are memory-mapped and still quantised."""
+    """Open .gguf file."""
 
     path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GGUFTensor]
+    metadata: Mapping[str, Any]  # Python values
+    tensors: Mapping[str, GGUFTensor]  # memory-mapped and still quantised
 
     @property
     def architecture(self) -> str:
@@ -46,7 +44,7 @@ class GGUFFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require(self, key: str) -> Any:
-        """Return the same value as `get`. Raises ModelError if the file lacks the value."""
+        """Return a metadata value like `get`. Raises ModelError if the file lacks the value."""
         value = self.get(key)
         if value is None:
             raise ModelError(f"{self.path}: lacks {self.architecture}.{key}, so the model's shape is unknown")
@@ -54,7 +52,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse a .gguf file, or return the earlier result while the file's modification time and size are the same.
+    """Parse a .gguf file. Return the earlier result while the file's modification time and size are the same.
 
     Raises ModelError if the file is damaged, is one part of a split file, or has an unsupported architecture.
     """
@@ -104,21 +102,15 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Tensor in a .gguf file. `shape` is in numpy's order of dimensions.
+    """Tensor in a .gguf file."""
 
-    `data` has one row of quantised bytes per row of the tensor, as gguf.dequantize expects.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in numpy's order of dimensions
     tensor_type: GGMLQuantizationType
-    data: npt.NDArray[np.uint8]
+    data: npt.NDArray[np.uint8]  # one row of quantised bytes per row of the tensor
 
 
 def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return the metadata and the tensors, each by name. Tensor data is memory-mapped.
-
-    Raises ValueError or OSError if the file cannot be parsed or read.
-    """
+    """Return the metadata and the tensors, each by name. Raises ValueError or OSError for an unreadable file."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     cursor = _Cursor(content)

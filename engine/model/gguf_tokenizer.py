@@ -35,18 +35,13 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Rules for splitting text before BPE.
+    """Rules for splitting text before BPE."""
 
-    If `nfc`, the text is first normalised to Unicode NFC. If `digits`, every digit is then split off. Then `pattern`
-    splits the text; None means GPT-2's pattern. If `ignore_merges`, a word that is in the vocabulary becomes one token
-    without merges. `add_bos` is the default for adding BOS.
-    """
-
-    pattern: str | None = None
-    digits: bool = False
-    nfc: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False
+    pattern: str | None = None  # splits the text; None is GPT-2's pattern
+    digits: bool = False  # splits off every digit before the pattern applies
+    nfc: bool = False  # normalises the text to Unicode NFC first of all
+    ignore_merges: bool = False  # a word in the vocabulary becomes one token without merges
+    add_bos: bool = False  # default for adding BOS
 
 
 _QWEN2 = PreTokenizer(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_TAIL}", nfc=True)
@@ -138,10 +133,7 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like SentencePiece's BPE, and True, because BOS is added by default.
-
-    The tokenizer merges the pair with the best score first and encodes unknown characters as bytes.
-    """
+    """Return a tokenizer like SentencePiece's BPE, and True, because BOS is added by default."""
     tokens, scores = _tokens(file), file.metadata["tokenizer.ggml.scores"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = _merges_by_score(tokens, scores, file.metadata["tokenizer.ggml.token_type"], vocabulary)
@@ -176,10 +168,7 @@ def _merges_by_score(
 
 
 def _surround(file: GGUFFile, backend: Tokenizer, add_bos: bool) -> None:
-    """Make `backend` add BOS and EOS when it encodes, as the file's metadata says.
-
-    If the metadata does not say, `add_bos` decides for BOS, and EOS is not added.
-    """
+    """Make `backend` add BOS and EOS when it encodes, as the file's metadata says. `add_bos` is the default for BOS."""
     template = "$A"
     specials: list[tuple[str, int]] = []
     for role, default, form in (("bos", add_bos, "{0} $A"), ("eos", False, "$A {0}")):

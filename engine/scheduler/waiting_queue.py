@@ -33,16 +33,12 @@ def initial_rank(request: Request, config: EngineConfig) -> float:
 
 
 class WaitReason(StrEnum):
-    """Reason why the first waiting request is not admitted.
+    """Reason why the first waiting request is not admitted."""
 
-    MAX_RUNNING: the limit on running requests is reached. MEMORY: too few blocks are available. STEP: the step's token
-    budget is used up. PREFIX: running requests are still computing KV that the request can reuse.
-    """
-
-    MAX_RUNNING = "slot"
-    MEMORY = "memory"
-    STEP = "step"
-    PREFIX = "prefix"
+    MAX_RUNNING = "slot"  # the limit on running requests is reached
+    MEMORY = "memory"  # too few blocks are available
+    STEP = "step"  # the step's token budget is used up
+    PREFIX = "prefix"  # running requests are still computing KV that the request can reuse
 
 
 class WaitingTimes:
