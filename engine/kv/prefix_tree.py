@@ -158,7 +158,7 @@ class PrefixTree:
             del self._roots[parent.salt]
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
-        """Return True if a prefix under one of the `most` newest other salts begins with the tokens `key`."""
+        """Return True if a prefix under another salt, one of the `most` newest, begins with the tokens `key`."""
         roots = islice(reversed(self._roots.values()), most)
         return any(key in root.children for root in roots if root.salt != salt)
 

@@ -159,7 +159,7 @@ class WaitingQueue:
                 yield Offer(request, by_arrival=False)
 
     def count_taken(self, offer: Offer) -> None:
-        """Count an admitted offer, so that the share ARRIVAL_QUOTA of all admitted offers goes by arrival time."""
+        """Count an admitted offer, for the share ARRIVAL_QUOTA of admissions in order of arrival."""
         self._quota += -1.0 if offer.by_arrival else ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
 
 
