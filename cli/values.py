@@ -81,7 +81,7 @@ def size(text: str) -> int:
     return int(count)
 
 
-def size_or_none(text: str) -> int:
+def size_or_zero(text: str) -> int:
     """Return the bytes of a size as `size` does, but also accept "0"."""
     return 0 if text == "0" else size(text)
 

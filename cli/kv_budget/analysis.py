@@ -57,7 +57,7 @@ class BudgetAnalysis:
 
     @property
     def problem(self) -> str | None:
-        """Reason why the plan does not meet the demand or why this is unknown; None if the plan meets the demand."""
+        """Reason why the plan does not (or may not) meet the demand; None if the plan meets it."""
         return self.demand.shortfall(self.plan) or self.shape.weights.doubt
 
     @property

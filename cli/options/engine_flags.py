@@ -12,7 +12,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.flags import flag, option_parameter, replace_keyword, typed
-from llmsched.cli.values import AUTO, context_length, duration, fraction, size, size_or_none, switch
+from llmsched.cli.values import AUTO, context_length, duration, fraction, size, size_or_zero, switch
 from llmsched.engine.config import EngineConfig, check_knob, check_together
 from llmsched.engine.errors import ConfigError, LlmschedError
 
@@ -94,7 +94,7 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
     if knob.name in _TAKES_AUTO:
         return context_length, "TOKENS|auto"
     if unit == "bytes":
-        return size_or_none if low == 0 else size, "SIZE"
+        return size_or_zero if low == 0 else size, "SIZE"
     if unit == "seconds":
         return duration, "DURATION"
     if annotation is float and low is not None and low >= 0 and high is not None and high <= 1:

@@ -48,7 +48,7 @@ class SloFlags:
     ] = READER_SPEED
 
     def slo(self) -> Slo:
-        """Return the targets. Raises ConfigError if the reader's speed is not above 0 and finite."""
+        """Return the targets. Raises ConfigError for a `reader_speed` that is not above 0 and finite."""
         return replace(
             self.slo_itl or Slo(),
             ttft=self.slo_ttft,

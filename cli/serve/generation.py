@@ -96,8 +96,8 @@ class Generation:
     async def events(self, write: Callable[[bytes], bool]) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events. Events that are ready at the same time are joined.
 
-        While this generator waits, it may send an event by `write`, which returns True if it has sent the event. If the
-        request fails, the last event is an error, not [DONE].
+        While this generator waits, an event may be passed to `write`. If `write` returns False, the event is not sent,
+        and the generator yields it. If the request fails, the last event is an error, not [DONE].
         """
         if len(self._streams) == 1 and (self._format.request.n or 1) == 1:
             self._write, self._streams[0].pass_on = write, self._pass_on

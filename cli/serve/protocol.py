@@ -227,7 +227,7 @@ class Message(ChatData):
     @model_validator(mode="before")
     @classmethod
     def _usual_form(cls, value: Any) -> Any:
-        """Fill in the content that an assistant or a tool may leave out, and convert functions to tools.
+        """Fill in the content that an assistant or a tool may leave out, and convert function calls to tool calls.
 
         Raises an error if a field has content that the model cannot get, such as images.
         """

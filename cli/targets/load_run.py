@@ -104,7 +104,7 @@ async def _unless_interrupted(
 ) -> tuple[list[RequestRecord], bool]:
     """Return the records of a load, and True if Ctrl-C has cancelled it.
 
-    A cancelled load has the records `ended`. If there are none, the CancelledError is raised.
+    For a cancelled load, return the records `ended`, or raise the CancelledError if there are none.
     """
     try:
         return await running, False

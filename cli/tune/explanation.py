@@ -31,7 +31,7 @@ def gain(outcome: TuneOutcome) -> float | None:
 
 
 def conclusion(outcome: TuneOutcome) -> str:
-    """Return why the setting was chosen, its gain over the default, and how the given load compares with its knee."""
+    """Return why the setting was chosen, its gain over the default, and how the given load compares with the knee."""
     history, rates, best = outcome.history, outcome.rates, best_trial(outcome.history)
     if best is None:
         return explain(history)

@@ -101,7 +101,7 @@ class RateSearch:
         return None if given is None or math.isinf(given) or self.load.closed else given
 
     async def _default_knee(self, served: Trial) -> float | None:
-        """Return the default's knee if it is above the given rate, else None."""
+        """Return the knee of the default setting if it is above the rate of the given load, else None."""
         given, default = self.rates.given, self.default
         base, met = self._open_rate or served.requests_per_s, meets(served)
         if not base or (self.guess is not None and not met):

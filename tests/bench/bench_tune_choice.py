@@ -57,7 +57,7 @@ def task(model: str, load: Load, slo: Slo, time_limit: float, rounds: int = 1) -
         timeout=600.0,
         rounds=rounds,
         time_limit=time_limit,
-        smallest=32,
+        smallest_budget=32,
         destination=Path(tempfile.mkdtemp()) / "tuned.toml",
         warm_start=False,
     )

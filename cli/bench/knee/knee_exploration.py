@@ -70,7 +70,7 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """Attempt at the knee's rate, preferably one whose `run` was kept."""
+        """Attempt at the knee's rate, if possible one that has a `run`; None if there is no knee."""
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
         return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 

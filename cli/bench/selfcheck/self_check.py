@@ -260,7 +260,7 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 
 
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
-    """Return the checks of a probe, which compare measured figures with those from the server's log.
+    """Compare the figures of a probe with those from the server's log, and return the checks.
 
     `held_up` is the longest delay of client or server in seconds.
     """
