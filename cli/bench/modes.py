@@ -36,7 +36,7 @@ async def bench_target(
     plan: RunPlan,
     progress: Progress,
 ) -> Result:
-    """Open a target and run the load once or, with --find-knee, search for the knee. `url` is that of a server."""
+    """Open a target and run the load once or, with --find-knee, search for the knee."""
     if modes.find_knee:
         return await _bench_knee(opening, modes, plan, progress)
     return await _bench_once(opening, url, plan, progress)

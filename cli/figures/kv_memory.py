@@ -42,8 +42,8 @@ def target_state(time: float, running: int, waiting: int, use: KVUsage) -> Targe
 class KVMeter:
     """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
 
-    `peak` and `total` are in tokens. `held_steps` counts the steps in which requests held KV memory, and `empty_shares`
-    is a sum over these steps: the share of the held memory that was empty.
+    `peak` and `total` are in tokens. `held_steps` counts the steps in which requests held KV memory. `empty_shares`
+    adds up, over these steps, the share of the held memory that was empty.
     """
 
     steps: int = 0
@@ -87,8 +87,8 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 class MemoryUsage:
     """Memory usage of a target during a run, from all `steps` of an engine or from `samples` of the target's state.
 
-    `kv_waste` is the mean empty share of the KV memory that requests held. The other shares refer to all KV memory.
-    `parts` is in bytes.
+    `kv_waste` is the mean share of held KV memory that was empty. The other shares refer to all KV memory. `parts` is
+    in bytes.
     """
 
     steps: int | None

@@ -165,7 +165,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. If it is unknown, raise ConfigError for the flag `field`, which ends in `alternative`."""
+    """Return the GPU `name`. Raises ConfigError for the flag `field`, with the advice `alternative`."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

@@ -31,9 +31,9 @@ _HALVINGS = 64
 class Arrivals:
     """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
 
-    The gaps of the `process` "constant" are equal. All others have a gamma distribution with a coefficient of variation
-    of 1 / sqrt(burstiness). The rate of "daynight" is a cosine between rate x (1 - day_amplitude) and rate x (1 +
-    day_amplitude) with a period of `day_period` seconds. Raises ConfigError for an invalid setting.
+    The gaps of the `process` "constant" are equal. All other gaps have a gamma distribution with a coefficient of
+    variation of 1 / sqrt(burstiness). The rate of "daynight" is a cosine between rate x (1 - day_amplitude) and rate x
+    (1 + day_amplitude) with a period of `day_period` seconds. Raises ConfigError for an invalid setting.
     """
 
     rate: float

@@ -93,7 +93,7 @@ class Vocabulary:
         self._symbols = np.array(WORDS if ids is None else ids, dtype=object)  # the objects are shared, not copied
 
     def draw(self, seed: int, parts: Sequence[Part]) -> list[Any]:
-        """Return the tokens or words of all parts, in order. Equal parts have equal tokens."""
+        """Return the tokens or words of all parts, in order. With the same seed, equal parts give equal tokens."""
         families, numbers, lengths = np.array(parts, dtype=np.uint64).reshape(-1, 3).T
         keys = _mix(_mix(_mix(np.array([seed % 2**64], dtype=np.uint64)) + families) + numbers)
         counts = lengths.astype(np.int64)
@@ -149,8 +149,6 @@ class EncodedPrompt(Prompt):
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt(Prompt):
-    """Prompt that is sent as text."""
-
     content: Content
 
     @property

@@ -36,8 +36,9 @@ _SLOWEST = 1e-9
 class TraceLoad(Load):
     """Load of the requests of a trace.
 
-    The trace is replayed at its own times, `speedup` times as fast, or at a finite mean rate of `request_rate`. Without
-    times, with `ignore_timestamps` or with a rate of inf, the settings of `Schedule` determine when requests are sent.
+    The trace is replayed at its own times, `speedup` times as fast. A finite `request_rate` rescales the times to this
+    mean rate. Without times, with `ignore_timestamps` or with a rate of inf, the settings of `Schedule` determine when
+    requests are sent.
 
     `max_input_len` and `max_output_len` (tokens) cut longer prompts and answers. `output_len` (tokens) is for requests
     whose answer and answer length are not in the trace. A length of 0 becomes 1, because a request needs a token.

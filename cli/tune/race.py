@@ -211,9 +211,7 @@ class Race:
         return [setting for setting in good if setting in ahead]
 
     def _finalists(self) -> list[Setting]:
-        """Return the settings to run in full: the best that meet the SLOs or, if none does, the one nearest to the
-        SLOs.
-        """
+        """Return the settings to run in full: the best that meet the SLOs or, if none does, the nearest to the SLOs."""
         measured = self.history.worked()
         good = self._good(measured)
         if not good:

@@ -57,10 +57,9 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return `whole`, the figures of all rounds, with its steady-state and request rates replaced by means over
-    `rounds`.
+    """Return `whole` with its steady-state and request rates replaced by means over `rounds`.
 
-    In `whole`, the ramp-up and ramp-down of each round would distort these rates.
+    `whole` has the figures of all rounds together, where the ramp-up and ramp-down of each round distort these rates.
     """
     if len(rounds) == 1:
         return whole

@@ -61,14 +61,13 @@ def requests_over_time(figures: Measurement) -> Chart:
             waiting += [(record.scheduled - figures.run.start, 1), (first - figures.run.start, -1)]
             answered += [(first - figures.run.start, 1), (record.end - figures.run.start, -1)]
     series = (
-        Series("receiving tokens", _counted(answered), "steps"),
-        Series("waiting for their first token", _counted(waiting), "steps"),
+        Series("receiving tokens", _running_total(answered), "steps"),
+        Series("waiting for their first token", _running_total(waiting), "steps"),
     )
     return Chart("requests in flight", _TIME, "requests", series)
 
 
-def _counted(changes: Sequence[Point]) -> list[Point]:
-    """Return the running total of the changes at each time. A change is a point (time, difference)."""
+def _running_total(changes: Sequence[Point]) -> list[Point]:
     at_once: defaultdict[float, float] = defaultdict(float)
     for at, change in changes:
         at_once[at] += change

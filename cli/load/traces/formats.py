@@ -200,7 +200,7 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the request of a record in a list.
+    """Return a list with the request of a record.
 
     The record is the body of an OpenAI API request, an object that contains one, or a prompt with its answer or the
     answer's length.
