@@ -21,7 +21,7 @@ from llmsched.profiles.tuned import TunedProfile, device_changes, load_profile, 
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
-    """Return the options with the settings of a profile where no flag was given. Raises ConfigError for a bad one."""
+    """Return the options, completed with the settings of a profile. Raises ConfigError for a bad profile."""
     if name_or_path is None:
         return options
     settings = profile_settings(name_or_path)

@@ -86,7 +86,7 @@ class HttpOptions:
 
 
 class HttpTarget:
-    """OpenAI-compatible server that takes a `cache_salt` if `salts` is True. Call `connect` first and `close` last."""
+    """OpenAI-compatible server. Call `connect` first and `close` last."""
 
     in_process = False
     encode: TextEncoder | None = None

@@ -159,7 +159,7 @@ async def warm_up(
     timeout: float | None,
     output_len: int | None = None,
 ) -> None:
-    """Send `count` requests at once that are like the load's but have other prompts. Ignore failed requests.
+    """Send `count` requests like those of the load, but with other prompts, all at once. Ignore failures.
 
     Answers have `output_len` tokens or, if that is None, lengths like those of the load's answers.
     """

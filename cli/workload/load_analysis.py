@@ -153,7 +153,7 @@ def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
     """Return the share of KV blocks to keep free for `running` requests, given (prompt, output) lengths.
 
     The scheduler admits requests as if their outputs had mean length. In 1 % of cases, the outputs of n = `running`
-    requests are longer than that by z sigma sqrt(n) tokens or more (normal approximation; z = 2.326, sigma is the
+    requests exceed n times this mean by z sigma sqrt(n) tokens or more (normal approximation; z = 2.326, sigma is the
     standard deviation of output lengths). The result is this excess divided by the sum of the excess and the tokens
     that the requests hold. tests/bench/bench_headroom.py compares the formula with simulated runs.
     """

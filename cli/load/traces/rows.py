@@ -59,7 +59,7 @@ class Row:
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
-        """Return the number of tokens in a field. Raises TraceError unless it is whole and from 0 to MOST_TOKENS."""
+        """Return a field as a number of tokens. Raises TraceError unless it is whole and from 0 to MOST_TOKENS."""
         value = self.values.get(name)
         try:
             count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
