@@ -98,7 +98,7 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """Return values for `parameters`, in addition to the settings or instead of settings with the same name."""
+        """Return further values for `parameters`. They replace settings of the same name."""
 
     def with_seed(self, seed: int) -> Self:
         return replace(self, seed=seed)

@@ -18,8 +18,8 @@ class Access:
     """Access rules of a server. `client` and `admin` are FastAPI dependencies, which run before a body is read.
 
     `loopback` is True if only programs on this machine can connect. Without an API key, such a server refuses requests
-    with a foreign Host or Origin, which a web page in the user's browser may have sent. Allowed are this machine,
-    `allowed_hosts` and `cors_origins`.
+    with a foreign Host or Origin, because a web page in the user's browser may have sent them. This machine,
+    `allowed_hosts` and `cors_origins` are not foreign.
     """
 
     api_key: str | None = None

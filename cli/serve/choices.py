@@ -42,7 +42,7 @@ class TokenWriter:
         return list(self._tokenizer.token_bytes(token_id))
 
     def emitted(self, token_id: int, piece: str, skip_special_tokens: bool) -> list[int]:
-        """Return the bytes that a generated token adds to the text. Joined for all tokens, they decode to the text.
+        """Return the bytes that a generated token adds to the text. The joined bytes of all tokens decode to the text.
 
         With a byte-level tokenizer, these are the token's own bytes. With another tokenizer, the text that a token adds
         depends on its context, so these are the bytes of `piece`.

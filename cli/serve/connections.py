@@ -278,7 +278,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer the request that the client is sending with `error`, and parse nothing more.
+        """Answer an incomplete request with `error`, and parse nothing more.
 
         If earlier requests have no answer yet, send only their answers. If the application has the headers of this
         request, the application answers, because it may know a better reason, such as a missing key.
@@ -303,7 +303,7 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """Close the connection after its answer, but let a client that is still sending read the answer first."""
+        """Close the connection after the answer, but let a client that is still sending read the answer first."""
         self._discards = True
         if self._deadline is not None:
             self._deadline.cancel()
@@ -319,7 +319,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _write_now(connection: Connection, part: bytes) -> bool:
-    """Write a part of an answer that is sent in chunks. Return False, and write nothing, if the client is behind."""
+    """Write a part of an answer at once. Return False, and write nothing, if the answer is not chunked or must wait."""
     cycle = connection.cycle
     if connection.pipeline or connection.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
         return False

@@ -65,7 +65,8 @@ def detached_output() -> Iterator[None]:
 def leave(code: int) -> NoReturn:
     """End the process with this exit code, after a short wait for pending output.
 
-    The interpreter's own teardown takes seconds with gigabytes of tensors and waits for threads that hang.
+    The interpreter's teardown is skipped, because it takes seconds with gigabytes of tensors and waits for threads that
+    hang.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, DetachedStream):

@@ -71,7 +71,7 @@ def prefix_cache_routes(
 
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
-    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and how prompts `change`, if they do."""
+    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and where prompts differ early (`change`)."""
     misses = dict(stats.prefix_misses)
     # A tenant must not learn what other tenants have sent.
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
@@ -100,7 +100,7 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
 
 
 def _pin_body(pin: PinState) -> dict[str, Any]:
-    """Return a pin as JSON: its length and the part in the cache, in tokens, and the seconds until it expires."""
+    """Return a pin as JSON: its length and its cached part in tokens, and the seconds until it expires."""
     return {
         "id": pin.pin_id,
         "object": "prefix",

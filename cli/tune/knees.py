@@ -39,7 +39,7 @@ def meets(trial: Trial) -> bool:
 class KneeBounds:
     """Bounds of a setting's knee in requests per second; None if unknown.
 
-    `met` is the highest rate at which the setting met the SLOs, and `missed` the lowest at which it missed one.
+    `met` is the highest rate at which the setting met the SLOs, `missed` the lowest rate at which it missed an SLO.
     """
 
     met: float | None = None
@@ -130,8 +130,8 @@ class KneeFinder:
     async def climb(self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0) -> list[Setting]:
         """Find the highest rate at which any of the settings meets the SLOs, and return the settings that do.
 
-        The first rate is `start`. The next is higher or lower by the factor `factor`, but never below `low`. The result
-        is empty if no setting met the SLOs at any rate that was tried.
+        The first rate is `start`. Each further rate is higher or lower by `factor`, but not below `low`. Return [] if
+        no setting met the SLOs at any rate.
         """
         alive, best = list(settings), list[Setting]()
 

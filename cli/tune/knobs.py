@@ -103,7 +103,7 @@ def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list
 
 
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
-    """Return `setting`, then copies whose target_itl is derived from the SLOs for ITL and TPOT, or is off.
+    """Return `setting`, then copies with a target_itl that is off or derived from the SLOs for ITL and TPOT.
 
     Each target_itl is combined with the token budget of `setting` and with the budget `largest`.
     """

@@ -31,7 +31,7 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 class Ranking:
-    """Ranking of settings by `effects`: logarithms of scores, without the effects of rounds."""
+    """Ranking of settings by `effects`: logarithms of their scores, corrected for differences between rounds."""
 
     def __init__(
         self, runs: Sequence[TrialRun], score: Callable[[TrialRun], float | None], *, exact: bool = False

@@ -44,7 +44,7 @@ def leading_trial(history: TrialHistory) -> Trial | None:
 
 
 def relative_scores(history: TrialHistory) -> dict[Setting, float]:
-    """Return each setting's score, divided by the score of the best setting or, without one, by the highest score.
+    """Return each setting's score divided by the best setting's score or, if no setting is feasible, by the highest.
 
     Unlike rates, these ratios can be compared between settings that ran in different rounds.
     """

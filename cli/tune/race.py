@@ -233,7 +233,7 @@ class Race:
         return good
 
     def _in_time(self, settings: Sequence[Setting], requests: int, share: float = 1.0) -> bool:
-        """Return True if a round should end before `share` of the time limit is over. Else set `out_of_time`."""
+        """Return True if a round will probably end within `share` of the time limit. Else set `out_of_time`."""
         if not self._pace:
             return True
         typical = sum(self._pace.values()) / len(self._pace)

@@ -1,4 +1,4 @@
-"""Choice of a setting at the knees or under the given load alone."""
+"""Choice of the best setting, either at the knees or under the given load."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class RateSearch:
     async def _climb(self, compared: float | None) -> Setting | None:
         """Run settings at rates above `compared`, and return the one that meets the SLOs at the highest rate.
 
-        If several settings do, `preferred` decides. If no higher rate can be tried, return the best setting so far.
+        If several settings meet them, `preferred` decides. If no higher rate can be tried, return the best setting so
+        far.
         """
         able = {setting: trial for setting, trial in contenders(self.history).items() if meets(trial)}
         rate = self._open_rate if compared is None else compared
@@ -164,7 +165,7 @@ class RateSearch:
             )
 
     def _worse(self, row: RateRow) -> bool:
-        """Return True if the chosen setting has clearly less goodput than the default at a rate within its own knee."""
+        """Return True if, at a rate below its knee, the chosen setting has clearly less goodput than the default."""
         past = row.rate is not None and self.rates.best.met is not None and row.rate > self.rates.best.met
         less = (row.best.goodput_rps or 0.0) < _LEAST_GOOD * (row.default.goodput_rps or 0.0)
         return less and not row.predicted and not past

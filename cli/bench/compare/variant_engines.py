@@ -86,7 +86,7 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return settings for an engine with enough memory for `config` and all variants that share its memory."""
+        """Return the settings of `config`, with enough memory for all variants that can share this memory."""
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:

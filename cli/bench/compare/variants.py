@@ -47,7 +47,7 @@ def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, Engi
 
 
 def check_given(variants: Sequence[Variant], given: Mapping[str, Any]) -> None:
-    """Raise LlmschedError if a flag has set a setting (`given`) that every variant overrides."""
+    """Raise LlmschedError if every variant overrides a setting in `given`, the settings of flags."""
     for name in given:
         if all(name in variant.knobs for variant in variants):
             flag = "--" + name.replace("_", "-")

@@ -295,8 +295,7 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
-    """Return the figures of the server's log, in which each answer has its arrival and the time and tokens of each
-    write.
+    """Compute figures from the server's log: the arrival of each request, and the time and tokens of each write.
 
     Latencies are measured from `due`, the mean time at which the requests were due.
     """
