@@ -27,23 +27,16 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Chart of series. `x` and `y` are the labels of the axes.
-
-    `stacked` draws each series as an area on top of the previous one; all series then have points at the same x.
-    `limits` are horizontal lines with a name, such as an SLO, and `marks` vertical ones. The x axis covers at least
-    `span`.
-    """
-
     title: str
-    x: str
-    y: str
+    x: str  # label of the axis
+    y: str  # label of the axis
     series: tuple[Series, ...]
     log_x: bool = False
     log_y: bool = False
-    stacked: bool = False
-    limits: tuple[tuple[str, float], ...] = ()
-    marks: tuple[tuple[str, float], ...] = ()
-    span: tuple[float, ...] = ()
+    stacked: bool = False  # draw each series on top of the previous one; all have points at the same x
+    limits: tuple[tuple[str, float], ...] = ()  # horizontal lines with a name, such as an SLO
+    marks: tuple[tuple[str, float], ...] = ()  # vertical lines with a name
+    span: tuple[float, ...] = ()  # values that the x axis covers at least
 
 
 @dataclass(frozen=True, slots=True)

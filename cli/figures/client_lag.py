@@ -78,17 +78,12 @@ def settled_heap() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ClientLag:
-    """Lags of the client in seconds. A lag is None if the event loop was not watched.
+    """Lags of the client in seconds. A lag is None if the event loop was not watched."""
 
-    `send` is the time from when a request could be sent until the client sent it. `loop` is how late the timers of the
-    client's event loop fired. `machine` is the part of `loop` during which the machine gave the client no CPU core.
-    `streaming` has only the loop lags since the first token of the run.
-    """
-
-    send: Summary
-    loop: Summary | None = None
-    machine: Summary | None = None
-    streaming: Summary | None = None
+    send: Summary  # from when a request could be sent until the client sent it
+    loop: Summary | None = None  # how late the timers of the client's event loop fired
+    machine: Summary | None = None  # part of `loop` during which the machine gave the client no CPU core
+    streaming: Summary | None = None  # `loop` since the first token of the run
 
 
 def client_lag(run: RunRecord, done: Sequence[ServedRequest]) -> ClientLag:

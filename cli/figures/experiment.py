@@ -12,14 +12,14 @@ from llmsched.engine.provenance import Provenance
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Setup of a run. `warmup` is the number of warm-up requests."""
+    """Setup of a run."""
 
     name: str
     provenance: Provenance
     workload: Load
     slo: Slo
-    warmup: int = 0
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    warmup: int = 0  # number of warm-up requests
+    engine: Mapping[str, Any] = field(default_factory=dict)  # settings, as far as known
 
     def headline(self) -> str:
         work, origin = self.workload, self.provenance

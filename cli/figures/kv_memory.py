@@ -19,18 +19,14 @@ DEFINITIONS = {
 
 
 class TargetState(NamedTuple):
-    """State of a target at `time` in seconds. A value that the target does not report is None.
+    """State of a target. A value that the target does not report is None."""
 
-    `kv_held` is the share of KV memory that requests hold, `kv_empty` the share that they hold but have not filled yet,
-    and `kv_cached` the share that only the prefix cache holds.
-    """
-
-    time: float
+    time: float  # seconds
     running: int
     waiting: int
-    kv_held: float | None = None
-    kv_empty: float | None = None
-    kv_cached: float | None = None
+    kv_held: float | None = None  # share of KV memory that requests hold
+    kv_empty: float | None = None  # share of KV memory that requests hold but have not filled yet
+    kv_cached: float | None = None  # share of KV memory that only the prefix cache holds
 
 
 def target_state(time: float, running: int, waiting: int, use: KVUsage) -> TargetState:
@@ -40,17 +36,13 @@ def target_state(time: float, running: int, waiting: int, use: KVUsage) -> Targe
 
 @dataclass(slots=True)
 class KVMeter:
-    """Meter of an engine's KV memory, called after each step (see `Engine.on_step`).
-
-    `peak` and `total` are in tokens. `held_steps` counts the steps in which requests held KV memory. `empty_shares`
-    adds up, over these steps, the share of the held memory that was empty.
-    """
+    """Meter of an engine's KV memory, called after each step (see `Engine.on_step`)."""
 
     steps: int = 0
-    held_steps: int = 0
-    empty_shares: float = 0.0
-    peak: int = 0
-    total: int = 0
+    held_steps: int = 0  # steps after which requests held KV memory
+    empty_shares: float = 0.0  # sum over `held_steps` of the share of held memory that was empty
+    peak: int = 0  # most tokens that requests held
+    total: int = 0  # capacity in tokens
 
     def __call__(self, use: KVUsage) -> None:
         self.steps += 1
@@ -85,18 +77,14 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Memory usage of a target during a run, from all `steps` of an engine or from `samples` of the target's state.
+    """Memory usage of a target during a run. Shares refer to all KV memory, except `kv_waste`."""
 
-    `kv_waste` is the mean share of held KV memory that was empty. The other shares refer to all KV memory. `parts` is
-    in bytes.
-    """
-
-    steps: int | None
+    steps: int | None  # None if the figures come from `samples` of the target's state
     samples: int
     peak_kv_share: float
     mean_kv_share: float | None
-    kv_waste: float | None
-    parts: MemoryParts | None
+    kv_waste: float | None  # mean share of held KV memory that was empty
+    parts: MemoryParts | None  # bytes
 
     @property
     def peak_kv(self) -> int | None:

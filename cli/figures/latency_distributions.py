@@ -24,14 +24,14 @@ _TOP = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary(Summary):
-    """Distribution of one latency in seconds. `p99_ci95` is the 95 % confidence interval of the P99."""
+    """Distribution of one latency in seconds."""
 
-    p99_ci95: tuple[float, float] | None = None
+    p99_ci95: tuple[float, float] | None = None  # 95 % confidence interval of the P99
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latency distributions of the completed requests, in seconds, and the longest `stalls`."""
+    """Latency distributions of the completed requests, in seconds."""
 
     ttft: LatencySummary
     itl: LatencySummary
@@ -39,21 +39,17 @@ class Latencies:
     e2e: LatencySummary
     connect: Summary
     worst_stall: float | None
-    stalls: tuple[tuple[int, Stall], ...]
+    stalls: tuple[tuple[int, Stall], ...]  # longest stalls, each with the index of its request
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingPauses:
-    """Pauses noticed by a reader who reads `tokens_per_s` tokens per second.
-
-    `late_tokens` is the share of tokens for which the reader has to wait, and `waits` has the seconds of each wait.
-    `interrupted` is the share of requests that had a late token or failed.
-    """
+    """Pauses noticed by a reader who reads `tokens_per_s` tokens per second."""
 
     tokens_per_s: float
-    late_tokens: float
-    interrupted: float
-    waits: Summary
+    late_tokens: float  # share of tokens for which the reader has to wait
+    interrupted: float  # share of requests that had a late token or failed
+    waits: Summary  # seconds of each wait
 
 
 def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start: float) -> Latencies:

@@ -26,42 +26,38 @@ _SAMPLES_BEYOND = 10
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Numbers of requests. `failures` counts failures by reason. `failure_examples` has one message per reason."""
+    """Numbers of requests."""
 
     completed: int
     failed: int
-    failures: dict[str, int]
-    failure_examples: dict[str, str]
+    failures: dict[str, int]  # number by reason
+    failure_examples: dict[str, str]  # one message per reason
     preemptions: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Token counts of the completed requests. `source` says how output tokens were counted."""
+    """Token counts of the completed requests."""
 
     input: int | None
     output: int
-    source: str | None
-    prefix_hit_rate: float | None
+    source: str | None  # how output tokens were counted
+    prefix_hit_rate: float | None  # share of prompt tokens served from the target's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Figures of a run. Times are in seconds, rates per second. A figure is None if unknown.
-
-    `duration` is the time from the start of the schedule to the end of the last request. `valid` is False if nothing
-    was served or the client itself was too late.
-    """
+    """Figures of a run. Times are in seconds, rates per second. A figure is None if unknown."""
 
     requests: RequestCounts
     tokens: TokenCounts
-    duration: float
+    duration: float  # from the start of the schedule to the end of the last request
     rates: Rates
     latency: Latencies
     client: ClientLag
     goodput: Goodput | None
     reading: ReadingPauses | None
-    valid: bool
+    valid: bool  # False if nothing was served or the client itself was too late
     warnings: tuple[str, ...]
     run: RunRecord
     served: tuple[ServedRequest, ...]

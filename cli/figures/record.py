@@ -22,11 +22,11 @@ class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of an output. `tokens` is None if the target does not state how many tokens a chunk holds."""
+    """Part of an output."""
 
     time: float
     text: str
-    tokens: int | None = None
+    tokens: int | None = None  # None if the target does not report how many tokens the chunk holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +38,23 @@ class ReportedUsage:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of one request. Times are seconds on the event loop's clock, None for events that did not happen.
-
-    `scheduled` is when the request should have been sent, and `ready` is when --max-concurrency allowed the client to
-    send it. `connecting` and `connected` are None if the client reused a connection. `sent` is when the first byte was
-    written, `end` when the response ended or failed. `asked_tokens` is the exact output length requested, or None.
-    `prompt_len` is in tokens; each word of a text counts as one.
-    """
+    """Record of one request. Times are seconds on the event loop's clock, None for events that did not happen."""
 
     index: int
-    scheduled: float
-    ready: float | None = None
-    sent: float | None = None
-    connected: float | None = None
-    end: float | None = None
+    scheduled: float  # when the request should have been sent
+    ready: float | None = None  # when --max-concurrency allowed the client to send it
+    sent: float | None = None  # when the first byte was written
+    connected: float | None = None  # None if the client reused a connection
+    end: float | None = None  # when the response ended or failed
     chunks: list[Chunk] = field(default_factory=list)
     usage: ReportedUsage = field(default_factory=ReportedUsage)
     failure: RequestFailed | None = None
-    asked_tokens: int | None = None
-    prompt_len: int = 0
+    asked_tokens: int | None = None  # exact output length requested; None if the answer may be shorter
+    prompt_len: int = 0  # tokens; each word of a text counts as one
     request_id: str | None = None
     finish_reason: str | None = None
     timeline: Timeline | None = None
-    connecting: float | None = None
+    connecting: float | None = None  # None if the client reused a connection
 
     @property
     def connect_time(self) -> float | None:
@@ -91,33 +85,26 @@ class RequestRecord:
 
 
 class LoopLag(NamedTuple):
-    """Lag of a timer of the client's event loop, which was due at `due` and fired `late` seconds later.
-
-    For at least `machine` of these seconds, the loop had work but the machine gave it no CPU core.
-    """
+    """Lag of a timer of the client's event loop, which was due at `due` and fired `late` seconds later."""
 
     due: float
     late: float
-    machine: float = 0.0
+    machine: float = 0.0  # lower bound of the seconds without a CPU core
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Record of one run of a load. All times are seconds on one clock. None means unknown.
-
-    `own_process` is False if the client ran in the target's process. `interrupted` means that the user ended the run.
-    `repeated_share` is the share of prompt tokens that repeat the start of an earlier prompt of the load.
-    """
+    """Record of one run of a load. All times are seconds on one clock. None means unknown."""
 
     records: Sequence[RequestRecord]
     preemptions: int | None = None
     loop_lags: Sequence[LoopLag] | None = None
-    own_process: bool = True
+    own_process: bool = True  # False if the client ran in the target's process
     samples: Sequence[TargetState] = ()
     memory: MemoryParts | None = None
-    interrupted: bool = False
+    interrupted: bool = False  # by the user
     meter: KVMeter | None = None
-    repeated_share: float | None = None
+    repeated_share: float | None = None  # share of prompt tokens that repeat the start of an earlier prompt
 
     @property
     def start(self) -> float:

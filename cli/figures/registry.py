@@ -41,20 +41,16 @@ class Place(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Figure of a run. `name` is its JSON key, `label` its name in tables.
+    """Figure of a run."""
 
-    `definition` maps terms to sentences that explain them. If the JSON value is an object, `csv_keys` and `ratio_keys`
-    name the entries that CSV and --compare show.
-    """
-
-    name: str
+    name: str  # JSON key
     unit: Unit
     get: Getter
     shown_in: Place
-    label: str = ""
-    definition: Mapping[str, str] = field(default_factory=dict)
-    csv_keys: tuple[str, ...] = ()
-    ratio_keys: tuple[str, ...] = ()
+    label: str = ""  # name in tables
+    definition: Mapping[str, str] = field(default_factory=dict)  # terms, with sentences that explain them
+    csv_keys: tuple[str, ...] = ()  # entries of a JSON object that CSV shows
+    ratio_keys: tuple[str, ...] = ()  # entries of a JSON object that --compare shows
 
     def json(self, run: MeasuredRun) -> Any:
         """Return the value for JSON, in milliseconds if the unit is "ms"."""

@@ -17,21 +17,16 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second. A rate is None if unknown.
-
-    Steady-state rates exclude ramp-up and ramp-down. `steady_window` is in seconds after the start of the run. `asked`
-    is the mean request rate that the load asks for. `scheduled` is the rate at which requests were due (None for a
-    closed loop), and `achieved` the rate at which they were sent (None if all were sent at once).
-    """
+    """Rates per second, None if unknown. Steady-state rates exclude ramp-up and ramp-down."""
 
     output_tokens: float | None
     output_tokens_steady: float | None
     requests: float | None
     requests_steady: float | None
-    steady_window: Window | None
-    asked: float | None
-    scheduled: float | None
-    achieved: float | None
+    steady_window: Window | None  # seconds after the start of the run
+    asked: float | None  # mean request rate that the load asks for
+    scheduled: float | None  # rate at which requests were due; None for a closed loop
+    achieved: float | None  # rate at which requests were sent; None if all were sent at once
 
 
 def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> Rates:

@@ -20,12 +20,12 @@ CHUNKS = "one token per chunk assumed"
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """Completed request with its latencies. `counted_by` is the source of its token count."""
+    """Completed request with its latencies."""
 
     record: RequestRecord
     arrivals: Sequence[Arrival]
     latency: RequestLatency
-    counted_by: str
+    counted_by: str  # source of the token count
 
 
 def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedRequest | None:

@@ -22,21 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BudgetAnalysis:
-    """Memory plan of the model `spec` on one device, compared with the demand of the user.
-
-    `has_demand` is True if --users or --context was given. `mean_len` is in tokens. `refusal` is the reason why
-    `llmsched serve` refuses the model, if it does.
-    """
+    """Memory plan of a model on one device, compared with the demand of the user."""
 
     spec: str
     planner: ModelPlanner
     config: EngineConfig
     plan: MemoryPlan
     demand: MemoryDemand
-    has_demand: bool
-    mean_len: int | None
+    has_demand: bool  # True if --users or --context was given
+    mean_len: int | None  # tokens
     lengths: LengthDistribution | None
-    refusal: str | None
+    refusal: str | None  # reason why `llmsched serve` refuses the model
     quantization: str | None = None
 
     @property

@@ -29,19 +29,14 @@ _HALVINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Schedule of random arrivals. `rate` is the mean in requests per second, or the rate at the start of a ramp.
+    """Schedule of random arrivals. Raises ConfigError for an invalid setting."""
 
-    The gaps of the `process` "constant" are equal. All other gaps have a gamma distribution with a coefficient of
-    variation of 1 / sqrt(burstiness). The rate of "daynight" is a cosine between rate x (1 - day_amplitude) and rate x
-    (1 + day_amplitude) with a period of `day_period` seconds. Raises ConfigError for an invalid setting.
-    """
-
-    rate: float
+    rate: float  # mean in requests per second, or the rate at the start of a ramp
     process: ArrivalProcess = "poisson"
-    burstiness: float = 1.0
-    ramp_to: float | None = None
-    day_period: float = DAY_PERIOD
-    day_amplitude: float = DAY_AMPLITUDE
+    burstiness: float = 1.0  # gaps are gamma distributed with a coefficient of variation of 1 / sqrt(burstiness)
+    ramp_to: float | None = None  # rate at the end of a ramp
+    day_period: float = DAY_PERIOD  # seconds from peak to peak of "daynight", whose rate follows a cosine
+    day_amplitude: float = DAY_AMPLITUDE  # largest deviation of the rate of "daynight", as a share of `rate`
 
     def __post_init__(self) -> None:
         if self.process not in get_args(ArrivalProcess):

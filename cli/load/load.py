@@ -20,16 +20,13 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Request of a load for `output_len` tokens, due `offset` seconds after the start.
-
-    A closed loop ignores `offset`. `cache_salt` keeps a server from reusing KV that it cached in an earlier run.
-    """
+    """Request of a load."""
 
     index: int
-    offset: float
+    offset: float  # seconds after the start; a closed loop ignores it
     prompt: Prompt
-    output_len: int
-    cache_salt: str | None = None
+    output_len: int  # tokens
+    cache_salt: str | None = None  # keeps a server from reusing KV that it cached in an earlier run
 
 
 @dataclass(frozen=True, kw_only=True)

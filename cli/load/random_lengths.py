@@ -18,16 +18,12 @@ _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)(?:,(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class RandomLengths:
-    """Distribution of lengths in tokens from `low` to `high`, or to MOST_TOKENS if `high` is None.
-
-    The distribution is uniform if `mean` is None, else log-normal. `mean` is in tokens, before lengths are rounded and
-    clipped. `sigma` is the standard deviation of the logarithm of a length.
-    """
+    """Distribution of lengths in tokens: uniform if `mean` is None, else log-normal."""
 
     low: int
-    high: int | None
-    mean: float | None = None
-    sigma: float = 0.0
+    high: int | None  # None: MOST_TOKENS
+    mean: float | None = None  # before lengths are rounded and clipped
+    sigma: float = 0.0  # standard deviation of the logarithm of a length
 
     def __str__(self) -> str:
         if self.mean is None:

@@ -22,25 +22,22 @@ SHAPES = ("arrivals", "burstiness", "ramp_to", "day_period", "day_amplitude")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Settings for the times at which requests are sent. `Arrivals` describes the settings of random arrivals.
+    """Settings for the times at which requests are sent. Raises ConfigError for an invalid setting.
 
-    `request_rate` is in requests per second. If it is inf, or if neither it nor `max_concurrency` is given, all
-    requests are sent at once. With `max_concurrency` alone, the loop is closed: each request is sent when an earlier
-    one ends. With both, a request that is due waits until fewer than `max_concurrency` requests run, and the wait
-    counts as latency. `seed` determines lengths, times and, with `prompt_seed`, the tokens of random prompts. Raises
-    ConfigError for an invalid setting.
+    Without `request_rate`, all requests are sent at once or, with `max_concurrency`, in a closed loop: each request is
+    sent when an earlier one ends. `Arrivals` describes the settings of random arrivals.
     """
 
-    seed: int = 0
+    seed: int = 0  # of lengths, times and, with `prompt_seed`, the tokens of random prompts
     prompt_seed: int = 0
-    request_rate: float | None = None
+    request_rate: float | None = None  # requests per second; inf: all at once
     arrivals: ArrivalProcess = "poisson"
     burstiness: float = 1.0
     ramp_to: float | None = None
     day_period: float = DAY_PERIOD
     day_amplitude: float = DAY_AMPLITUDE
-    max_concurrency: int | None = None
-    duration: float | None = None
+    max_concurrency: int | None = None  # requests in flight; a wait for one of them to end counts as latency
+    duration: float | None = None  # seconds
 
     def __post_init__(self) -> None:
         check_range("seed", self.seed, self.seed >= 0, "0 or more")

@@ -18,15 +18,12 @@ from llmsched.engine.errors import ConfigError, check_range, setting
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLoad(Load):
-    """Load of random prompts. Lengths are in tokens. All prompts share their first `prefix_len` tokens.
+    """Load of random prompts. Raises ConfigError if a setting is invalid or has no effect."""
 
-    If `num_prompts` is None, `duration` limits the load. Raises ConfigError if a setting is invalid or has no effect.
-    """
-
-    num_prompts: int | None = 100
-    input_len: int | RandomLengths = 128
-    output_len: int | RandomLengths = 64
-    prefix_len: int = 0
+    num_prompts: int | None = 100  # None: `duration` limits the load
+    input_len: int | RandomLengths = 128  # tokens
+    output_len: int | RandomLengths = 64  # tokens
+    prefix_len: int = 0  # tokens at the start that all prompts share
 
     def __post_init__(self) -> None:
         super().__post_init__()

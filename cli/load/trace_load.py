@@ -38,18 +38,15 @@ class TraceLoad(Load):
 
     The trace is replayed at its own times, `speedup` times as fast. A finite `request_rate` rescales the times to this
     mean rate. Without times, with `ignore_timestamps` or with a rate of inf, the settings of `Schedule` determine when
-    requests are sent.
-
-    `max_input_len` and `max_output_len` (tokens) cut longer prompts and answers. `output_len` (tokens) is for requests
-    whose answer and answer length are not in the trace. A length of 0 becomes 1, because a request needs a token.
+    requests are sent. A length of 0 becomes 1, because a request needs a token.
     """
 
     trace: Trace = field(repr=False)
     speedup: float = 1.0
     ignore_timestamps: bool = False
-    output_len: int | RandomLengths | None = None
-    max_input_len: int | None = None
-    max_output_len: int | None = None
+    output_len: int | RandomLengths | None = None  # tokens, for requests whose answer is not in the trace
+    max_input_len: int | None = None  # tokens to which longer prompts are cut
+    max_output_len: int | None = None  # tokens to which longer answers are cut
 
     def __post_init__(self) -> None:
         check_range("speedup", self.speedup, _SLOWEST <= self.speedup < math.inf, f"{_SLOWEST:g} or more")

@@ -37,14 +37,10 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Engine flags on the command line.
+    """Engine flags on the command line."""
 
-    `given` maps knobs to values. The knobs in `automatic` were given as "auto": they keep their defaults, even if a
-    profile sets them.
-    """
-
-    given: Mapping[str, Any] = field(default_factory=dict)
-    automatic: frozenset[str] = frozenset()
+    given: Mapping[str, Any] = field(default_factory=dict)  # values by knob
+    automatic: frozenset[str] = frozenset()  # knobs given as "auto", which a profile does not change
 
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
         """Return the config for `model`. Knobs without a flag come from `defaults`. Raises ConfigError."""

@@ -226,11 +226,11 @@ class LoadFlags(TraceFlags, SourceFlags):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Load that flags describe. `timeout` is in seconds per request. `trace` is the trace file, if a flag names one."""
+    """Load that flags describe."""
 
     load: Load
-    timeout: float
-    trace: Path | None
+    timeout: float  # seconds per request
+    trace: Path | None  # file of the trace, if a flag names one
 
 
 def with_load_options(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:

@@ -23,10 +23,10 @@ from llmsched.engine.text.tokenizer import check_unicode
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """Tokenised prompt and its sampling parameters. `text` is None if the client sent token ids or messages."""
+    """Tokenised prompt and its sampling parameters."""
 
     token_ids: list[int]
-    text: str | None
+    text: str | None  # None if the client sent token ids or messages
     sampling: SamplingParams
 
 

@@ -211,13 +211,13 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
 @dataclass(slots=True)
 class _Body(httpx.AsyncByteStream):
-    """Body of an answer. `first` is the content that was received together with the head."""
+    """Body of an answer."""
 
     transport: Http1Transport
     connection: Connection
     parser: ResponseParser
-    first: bytes
-    arrived: float
+    first: bytes  # content that was received together with the head
+    arrived: float  # time at which the last content was received, in seconds of the event loop's clock
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         if self.first:

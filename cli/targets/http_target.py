@@ -57,24 +57,18 @@ _COUNT_CHUNKS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Settings for the requests to a server.
+    """Settings for the requests to a server."""
 
-    `url` may end in /v1 or in an endpoint below it. If `model` is None, requests name the first model that the server
-    lists. The tokenizer of the model `tokenizer` supplies the tokens of random prompts and encodes the texts of a
-    trace. `lookup_timeout` is in seconds, for requests that are not part of the load. With `timelines`, an llmsched
-    server is asked, after the load, what its scheduler decided about each request.
-    """
-
-    url: str
+    url: str  # may end in /v1 or in an endpoint below it
     endpoint: Endpoint = "completions"
-    model: str | None = None
+    model: str | None = None  # None: the first model that the server lists
     api_key: str | None = None
     ignore_eos: bool = True
     ask_usage: bool = True
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # model whose tokenizer supplies random tokens and encodes the texts of a trace
     text_prompts: bool = False
-    lookup_timeout: float = 10.0
-    timelines: bool = False
+    lookup_timeout: float = 10.0  # seconds, for requests that are not part of the load
+    timelines: bool = False  # ask an llmsched server, after the load, what its scheduler decided
 
     @property
     def root(self) -> str:

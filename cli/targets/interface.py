@@ -20,18 +20,13 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """Engine or server to which a load can be sent.
-
-    If `in_process`, the target shares the client's event loop. `encode` turns the texts of a trace into token ids; if
-    it is None, texts are sent as text. `sample_interval` is the time in seconds between calls of `state`. `meter`
-    observes each step of the engine, if the target can report steps.
-    """
+    """Engine or server to which a load can be sent."""
 
     name: str
-    in_process: bool
-    encode: TextEncoder | None
-    sample_interval: float
-    meter: KVMeter | None
+    in_process: bool  # True if the target shares the client's event loop
+    encode: TextEncoder | None  # turns the texts of a trace into token ids; None: texts are sent as text
+    sample_interval: float  # seconds between calls of `state`
+    meter: KVMeter | None  # observes each step of the engine, if the target can report steps
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         """Send a request and record its times, chunks and usage. Raises RequestFailed if the request fails."""
@@ -55,34 +50,25 @@ class TargetUnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Load to send to a target, and SLOs to measure it against.
-
-    `timeout` is in seconds per request. `warmup` is the number of warm-up requests (None: the target's usual number).
-    If `timelines` is True, an llmsched server is asked, after the load, what its scheduler decided about each request.
-    If `partial` is True and the user interrupts the load, the requests that have ended are measured.
-    """
+    """Load to send to a target, and SLOs to measure it against."""
 
     workload: Load
     slo: Slo
-    timeout: float
-    warmup: int | None
-    timelines: bool = False
-    partial: bool = False
+    timeout: float  # seconds per request
+    warmup: int | None  # number of warm-up requests; None: the target's usual number
+    timelines: bool = False  # ask an llmsched server, after the load, what its scheduler decided
+    partial: bool = False  # if the user interrupts the load, measure the requests that have ended
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTarget:
-    """Target that is ready and has answered `warmup` warm-up requests.
-
-    `measure` sends a load and returns its figures. A model in this process starts each load with an empty prefix cache.
-    `settings` are the known settings of the engine.
-    """
+    """Target that is ready for a load."""
 
     name: str
     provenance: Provenance
-    warmup: int
+    warmup: int  # number of warm-up requests answered
     measure: Callable[[Load, Slo, Progress], Awaitable[Measurement]]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the engine, as far as known
 
     def experiment(self, workload: Load, slo: Slo) -> Experiment:
         return Experiment(self.name, self.provenance, workload, slo, self.warmup, self.settings)

@@ -37,62 +37,47 @@ def meets(trial: Trial) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KneeBounds:
-    """Bounds of a setting's knee in requests per second; None if unknown.
+    """Bounds of a setting's knee in requests per second; None if unknown."""
 
-    `met` is the highest rate at which the setting met the SLOs, `missed` the lowest rate at which it missed an SLO.
-    """
-
-    met: float | None = None
-    missed: float | None = None
+    met: float | None = None  # highest rate at which the setting met the SLOs
+    missed: float | None = None  # lowest rate at which the setting missed an SLO
 
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """Results of the default and of the chosen setting at one request rate.
-
-    `rate` is None for a given load that has no single rate. `predicted` means that the results come from a cost model.
-    """
+    """Results of the default and of the chosen setting at one request rate."""
 
     label: str
-    rate: float | None
+    rate: float | None  # None for a given load that has no single rate
     default: Trial
     best: Trial
-    predicted: bool
+    predicted: bool  # by a cost model
 
 
 @dataclass(slots=True)
 class RateReport:
-    """Request rates of a search, in requests per second.
+    """Request rates of a search, in requests per second."""
 
-    `given` is the rate of the given load (inf: all requests at once), `compared` the rate at which the settings were
-    compared (None: under the given load). `light` means that the default met the SLOs at every rate that was tried.
-    """
-
-    given: float | None = None
-    compared: float | None = None
+    given: float | None = None  # rate of the given load; inf: all requests at once
+    compared: float | None = None  # rate at which the settings were compared; None: under the given load
     default: KneeBounds = field(default_factory=KneeBounds)
     best: KneeBounds = field(default_factory=KneeBounds)
-    light: bool = False
+    light: bool = False  # True if the default met the SLOs at every rate that was tried
     rows: list[RateRow] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class KneeFinder:
-    """Finder of knees: it runs each setting at most once at each request rate and keeps the results.
-
-    `least` (requests) and `longest` (seconds) limit the length of a run. Two knees count as equal if they differ by no
-    more than the share `tolerance`. With `predicted`, a cost model predicts the runs. `runs` and `trials` are the
-    results by setting and rate (None: the given load).
-    """
+    """Finder of knees: it runs each setting at most once at each request rate (None: the given load)."""
 
     runner: TrialRunner
     load: Load
     slo: Slo
-    least: int
-    longest: float
-    tolerance: float
+    least: int  # requests of a run, unless `requests` needs more
+    longest: float  # seconds of a run
+    tolerance: float  # share by which two knees may differ and still count as equal
     progress: Progress = silent
-    predicted: bool = False
+    predicted: bool = False  # a cost model predicts the runs
     runs: dict[tuple[Setting, float | None], TrialRun] = field(default_factory=dict)
     trials: dict[tuple[Setting, float | None], Trial] = field(default_factory=dict)
     out_of_time: bool = False

@@ -15,18 +15,14 @@ from llmsched.cli.tune.trial_runs import TrialRun
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Settings to search: the knobs to vary, their largest values, and the setting to start from.
-
-    `budgets` are the values of max_num_batched_tokens to try, ascending. `refused` maps budgets that do not fit into
-    memory to the reason.
-    """
+    """Settings to search: the knobs to vary, their largest values, and the setting to start from."""
 
     knobs: tuple[str, ...]
-    budgets: tuple[int, ...]
+    budgets: tuple[int, ...]  # values of max_num_batched_tokens, ascending
     start: Setting
     max_num_seqs: int
     max_headroom: float
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)  # budgets that do not fit into memory, and why
 
 
 async def search(space: SearchSpace, race: Race) -> list[str]:

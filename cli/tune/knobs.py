@@ -26,12 +26,12 @@ TARGETS = (1.0, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Arguments of `Engine.reconfigure`. `target_itl` is in seconds; None turns it off."""
+    """Arguments of `Engine.reconfigure`."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     headroom: float = _DEFAULT.headroom
-    target_itl: float | None = _DEFAULT.target_itl
+    target_itl: float | None = _DEFAULT.target_itl  # seconds; None: off
 
 
 #: Names of the knobs, in search order.

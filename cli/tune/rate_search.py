@@ -32,20 +32,16 @@ _LEAST_GOOD = 0.97
 
 @dataclass(slots=True)
 class RateSearch:
-    """Search that compares the settings of `space` with the default and chooses one.
-
-    `race` returns a race at a rate (None: the given load). `finder` finds knees with real runs, `guess` with
-    predictions of a cost model. `notes` are sentences for the user.
-    """
+    """Search that compares the settings of `space` with the default and chooses one."""
 
     history: TrialHistory
     load: Load
     space: SearchSpace
-    race: Callable[[float | None], Awaitable[Race]]
-    finder: KneeFinder
-    guess: KneeFinder | None
+    race: Callable[[float | None], Awaitable[Race]]  # returns a race at a rate (None: the given load)
+    finder: KneeFinder  # finds knees with real runs
+    guess: KneeFinder | None  # finds knees with predictions of a cost model
     rates: RateReport = field(default_factory=RateReport)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # sentences for the user
 
     @property
     def default(self) -> Setting:

@@ -44,16 +44,13 @@ _MAX_STEPS, _MIN_STEPS = 4096, 32
 
 
 class TrialLoad(NamedTuple):
-    """Load that every setting serves, SLOs to meet, and the timeout of a request in seconds.
-
-    Random prompts are drawn from the token ids `ids`. `encode` turns the texts of a trace into token ids.
-    """
+    """Load that every setting serves, and SLOs to meet."""
 
     load: Load
     slo: Slo
-    timeout: float
-    ids: Sequence[int] = COMMON_IDS
-    encode: TextEncoder = WordEncoder(COMMON_IDS)
+    timeout: float  # seconds per request
+    ids: Sequence[int] = COMMON_IDS  # tokens of random prompts
+    encode: TextEncoder = WordEncoder(COMMON_IDS)  # turns the texts of a trace into token ids
 
     def at_rate(self, rate: float | None, requests: int) -> TrialLoad:
         """Return an open loop of at least `requests` requests at `rate`, or this load if `rate` is None.
@@ -234,10 +231,10 @@ class StepWatch:
 
 
 class LearnedCost(NamedTuple):
-    """StepCost fitted to the recorded steps of an engine. `overhead` is the time between two steps in seconds."""
+    """StepCost fitted to the recorded steps of an engine."""
 
     model: StepTimeModel
-    overhead: float
+    overhead: float  # seconds between two steps
     window: int | None = None
 
     def seconds(self, shape: StepShape) -> float:

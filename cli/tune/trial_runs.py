@@ -21,15 +21,12 @@ MAX_SAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class ThinnedSamples:
-    """Distribution of one latency in seconds: sorted values, each of which stands for `each` samples.
+    """Distribution of one latency in seconds."""
 
-    `total` and `most` are the exact sum and maximum of all samples.
-    """
-
-    values: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()  # sorted; each stands for `each` samples
     each: int = 1
-    total: float = 0.0
-    most: float = 0.0
+    total: float = 0.0  # exact sum of all samples
+    most: float = 0.0  # exact maximum of all samples
 
 
 def thinned(samples: Iterable[float]) -> ThinnedSamples:
@@ -54,26 +51,21 @@ def pooled(parts: Sequence[ThinnedSamples], name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """Run of one setting: the first `requests` requests of the load in round `round_index`, served in `seconds`.
-
-    Rates exclude the ramp-up. `met` maps the name of each SLO, and "all", to the number of requests that met it.
-    `samples` maps each name in FIGURES to its distribution. `problem` says why the setting does not work. `others_cpu`
-    is the share of this machine's CPU time that other processes used.
-    """
+    """Run of one setting: the first `requests` requests of the load in round `round_index`."""
 
     setting: Setting
     round_index: int
     requests: int
-    seconds: float = 0.0
+    seconds: float = 0.0  # duration of the run
     completed: int = 0
     failed: int = 0
     output_tokens: int = 0
-    tokens_per_s: float | None = None
-    met: Mapping[str, int] = field(default_factory=dict)
-    samples: Mapping[str, ThinnedSamples] = field(default_factory=dict)
+    tokens_per_s: float | None = None  # output tokens, without the ramp-up
+    met: Mapping[str, int] = field(default_factory=dict)  # requests that met each SLO, by its name, and "all"
+    samples: Mapping[str, ThinnedSamples] = field(default_factory=dict)  # by name in FIGURES
     demand: PeakDemand | None = None
-    problem: str | None = None
-    others_cpu: float = 0.0
+    problem: str | None = None  # why the setting does not work
+    others_cpu: float = 0.0  # share of this machine's CPU time that other processes used
 
     @property
     def requests_per_s(self) -> float | None:

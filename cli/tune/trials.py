@@ -11,30 +11,22 @@ from llmsched.engine.units import three_figures
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Results of one setting, pooled over its longest runs (those with the most requests).
-
-    `p99` maps each name in FIGURES to the P99 in seconds. Rates exclude the ramp-up and are means over the runs;
-    `spread` is half the range of the token rates, divided by their mean. `held` maps the name of each SLO to the figure
-    in seconds that is compared with the SLO. `attainment` maps the name of each SLO, and "all", to the share of
-    requests that met it. `miss` is the largest ratio of a figure to its SLO, or 0 without SLOs. `rounds` counts all
-    runs of the setting. `longest_run` is the number of requests in the longest run. `reason` says why the setting is
-    infeasible or, if `skipped`, why it was not measured.
-    """
+    """Results of one setting, pooled over its longest runs. Rates are means over these runs, without the ramp-up."""
 
     setting: Setting
-    p99: Mapping[str, float | None]
+    p99: Mapping[str, float | None]  # seconds, by name in FIGURES
     output_tokens_per_s: float | None
     requests_per_s: float | None
     goodput_rps: float | None
-    held: Mapping[str, float]
-    attainment: Mapping[str, float]
-    spread: float
+    held: Mapping[str, float]  # figure in seconds that is compared with each SLO, by the SLO's name
+    attainment: Mapping[str, float]  # share of requests that met each SLO, by its name, and "all"
+    spread: float  # half the range of the token rates, divided by their mean
     completed: int
     failed: int
-    rounds: int
-    longest_run: int
-    miss: float
-    reason: str | None
+    rounds: int  # number of all runs of the setting
+    longest_run: int  # requests
+    miss: float  # largest ratio of a figure to its SLO; 0 without SLOs
+    reason: str | None  # why the setting is infeasible or, if `skipped`, not measured
     skipped: bool = False
 
     @property

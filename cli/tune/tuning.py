@@ -56,12 +56,7 @@ Target = TypeVar("Target")
 
 @dataclass(frozen=True, slots=True)
 class TuneTask:
-    """Model, load and SLOs of one `llmsched tune` command, and the limits of its search.
-
-    The best settings get up to `rounds` full runs. `timeout` limits each request and `time_limit` the whole search,
-    both in seconds. The profile is written to `destination`, and the search journal beside it. `resume` continues from
-    that journal; `warm_start` starts from the latest profile of the same model and device.
-    """
+    """Model, load and SLOs of one `llmsched tune` command, and the limits of its search."""
 
     model: str
     options: EngineOptions
@@ -69,14 +64,14 @@ class TuneTask:
     slo: Slo
     goal: Goal
     knobs: tuple[str, ...]
-    timeout: float
-    rounds: int
-    time_limit: float
+    timeout: float  # seconds per request
+    rounds: int  # most full runs of each of the best settings
+    time_limit: float  # seconds of the whole search
     smallest_budget: int
-    destination: Path
+    destination: Path  # of the profile; the search journal lies beside it
     judged_by: JudgedBy = "knee"
-    resume: bool = False
-    warm_start: bool = True
+    resume: bool = False  # continue from the search journal
+    warm_start: bool = True  # start from the latest profile of the same model and device
 
     @property
     def by_knee(self) -> bool:
@@ -86,21 +81,18 @@ class TuneTask:
 
 @dataclass(slots=True)
 class TuneOutcome:
-    """Outcome of a search that took `seconds`. `notes` tell the user what was left out, and why.
-
-    `model`, `device` and `memory` are tables of the profile. `memory` holds ratios of actual to predicted bytes.
-    """
+    """Outcome of a search."""
 
     task: TuneTask
-    model: Mapping[str, str]
-    device: Mapping[str, Scalar]
+    model: Mapping[str, str]  # the table [model] of the profile
+    device: Mapping[str, Scalar]  # the table [device] of the profile
     provenance: Provenance
     history: TrialHistory
-    memory: Mapping[str, Scalar] = field(default_factory=dict)
+    memory: Mapping[str, Scalar] = field(default_factory=dict)  # ratios of actual to predicted bytes
     rates: RateReport = field(default_factory=RateReport)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was left out, and why
     warnings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # duration of the search
 
 
 async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:

@@ -29,7 +29,7 @@ _Z99 = 2.326
 
 @dataclass(frozen=True, slots=True)
 class LengthFigures:
-    """Statistics of lengths in tokens. `tail` is P99 divided by the mean."""
+    """Statistics of lengths in tokens."""
 
     mean: float
     p50: float
@@ -38,36 +38,25 @@ class LengthFigures:
     p95: float
     p99: float
     max: int
-    tail: float
+    tail: float  # P99 divided by the mean
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalFigures:
-    """Statistics of arrivals. `rate` is in requests per second, None if all requests arrive at the same time.
-
-    `gap_cv` is the coefficient of variation of the gaps between arrivals, which is 1 for Poisson arrivals.
-    `peak_over_mean` is the rate in the busiest 10 s divided by the mean rate.
-    """
-
     duration_s: float
-    rate: float | None
-    gap_cv: float | None
-    peak_over_mean: float | None
+    rate: float | None  # requests per second; None if all arrive at the same time
+    gap_cv: float | None  # coefficient of variation of the gaps; 1 for Poisson arrivals
+    peak_over_mean: float | None  # rate in the busiest 10 s, divided by the mean rate
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Recommended settings.
+    """Recommended settings."""
 
-    `max_model_len` fits every request. With half that length, the share `refused_by_half` of requests would be refused.
-    `headroom_by_running` maps numbers of running requests to the share of blocks to keep free; it is None if answer
-    lengths are unknown. `prefix_caching` is None if the prompts are unknown.
-    """
-
-    max_model_len: int
-    refused_by_half: float
-    headroom_by_running: dict[int, float] | None
-    prefix_caching: bool | None
+    max_model_len: int  # fits every request
+    refused_by_half: float  # share of requests that half of max_model_len would refuse
+    headroom_by_running: dict[int, float] | None  # share of blocks to keep free, by number of running requests
+    prefix_caching: bool | None  # None if the prompts are unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,19 @@ from llmsched.cli.load.traces.trace import Content, Trace
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """Requests of a load, in the order of their times. None means unknown.
-
-    `inputs` and `outputs` are prompt and answer lengths in tokens, `offsets` times in seconds. `prompts` has a sequence
-    of ids per request; each id stands for `unit` tokens. Equal ids stand for equal tokens. `tokens` says what counts as
-    a token; with `in_words`, it is a word.
-    """
+    """Requests of a load, in the order of their times. None means unknown."""
 
     name: str
     format: str
-    tokens: str
-    inputs: Sequence[int]
-    outputs: Sequence[int | None]
-    offsets: Sequence[float] | None = None
-    prompts: Sequence[Sequence[int]] | None = None
-    unit: int = 1
+    tokens: str  # what counts as a token
+    inputs: Sequence[int]  # lengths of prompts in tokens
+    outputs: Sequence[int | None]  # lengths of answers in tokens
+    offsets: Sequence[float] | None = None  # seconds
+    prompts: Sequence[Sequence[int]] | None = None  # ids for each request; equal ids stand for equal tokens
+    unit: int = 1  # tokens per id
     texts: Sequence[str] | None = None
     notes: Sequence[str] = ()
-    in_words: bool = False
+    in_words: bool = False  # True if each word counts as a token
 
 
 class _WordIds:

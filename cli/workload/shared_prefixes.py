@@ -17,38 +17,30 @@ PIN_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Share of requests whose prompt begins with the most frequent prefix of `tokens` tokens.
-
-    If `exact` is False, `tokens` is no multiple of the trace's block length, and the prefix is rounded down to whole
-    blocks, but not to 0.
-    """
+    """Share of requests whose prompt begins with the most frequent prefix of `tokens` tokens."""
 
     tokens: int
     share: float
-    exact: bool
+    exact: bool  # False if the prefix was rounded to whole blocks of the trace
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Prefix of `tokens` tokens that `requests` prompts share. `example` is the index of the first such prompt."""
+    """Prefix that several prompts share."""
 
-    tokens: int
-    requests: int
-    example: int
+    tokens: int  # length of the prefix
+    requests: int  # number of prompts that share the prefix
+    example: int  # index of the first such prompt
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Figures of an unlimited prefix cache that keeps the KV of all earlier requests.
-
-    `hit_rate` is the share of prompt tokens served from whole cached blocks. `distinct_tokens` is the number of tokens
-    in the cache at the end. `pin` is the prefix that saves the most prompt tokens, if enough requests share it.
-    """
+    """Figures of an unlimited prefix cache that keeps the KV of all earlier requests."""
 
     coverage: tuple[Coverage, ...]
-    hit_rate: float
-    distinct_tokens: int
-    pin: Pin | None
+    hit_rate: float  # share of prompt tokens served from whole cached blocks
+    distinct_tokens: int  # in the cache at the end
+    pin: Pin | None  # prefix that saves the most prompt tokens, if enough requests share one
 
 
 def shared_prefixes(sample: RequestSample, block_size: int) -> SharedPrefixes | None:

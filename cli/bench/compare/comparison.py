@@ -26,12 +26,10 @@ RunVariant = Callable[[str, Load, Progress], Awaitable[VariantRun]]
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """Result of a variant. `figures` covers all rounds together, `rounds` has the figures of each round."""
-
     name: str
     experiment: Experiment
-    figures: Measurement
-    rounds: tuple[Measurement, ...]
+    figures: Measurement  # of all rounds together
+    rounds: tuple[Measurement, ...]  # figures of each round
 
 
 async def compare(

@@ -17,10 +17,10 @@ SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separa
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Variant of the engine settings. `knobs` are the settings that it changes, `name` is the user's text for it."""
+    """Variant of the engine settings."""
 
-    name: str
-    knobs: Mapping[str, Any]
+    name: str  # as the user typed it
+    knobs: Mapping[str, Any]  # settings that the variant changes
 
 
 def parse_variants(text: str) -> list[Variant]:

@@ -36,25 +36,21 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KneeLimits:
-    """Limits of a knee search. `highest` is in requests per second; see KneeGoal for the other fields."""
+    """Limits of a knee search; see KneeGoal."""
 
-    highest: float | None
+    highest: float | None  # requests per second
     attainment: float
     tolerance: float
 
 
 @dataclass(frozen=True, slots=True)
 class RateAttempt:
-    """Attempt at a rate in requests per second.
-
-    `attainment` is the share of requests that met every SLO, `report` the JSON report. `run` becomes None when its
-    tokens are dropped to save memory.
-    """
+    """Attempt at a rate in requests per second."""
 
     rate: float
-    attainment: float
+    attainment: float  # share of requests that met every SLO
     report: Report
-    run: MeasuredRun | None
+    run: MeasuredRun | None  # None after its tokens were dropped to save memory
 
 
 @dataclass(frozen=True, slots=True)

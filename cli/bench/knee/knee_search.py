@@ -20,21 +20,19 @@ ATTAINMENT, TOLERANCE = 0.9, 0.1
 
 @dataclass(frozen=True, slots=True)
 class KneeGoal:
-    """Goal and range of a knee search. Rates are in requests per second.
+    """Goal and range of a knee search. Raises LlmschedError for a value out of range.
 
-    A rate meets the goal if at least the share `attainment` of its requests meets every SLO. The search starts at
-    `start` (default: `low`), and multiplies or divides the rate by `factor` until one rate has met the goal and another
-    has missed it. It then narrows the interval between these two rates to `tolerance`, a share of the lower rate. With
-    `repeat`, it tries both rates once more. Raises LlmschedError for a value out of range.
+    The search starts at `start` (default: `low`), and multiplies or divides the rate by `factor` until one rate has met
+    the goal and another has missed it. It then narrows the interval between these two rates.
     """
 
-    low: float
-    high: float
-    attainment: float = ATTAINMENT
-    tolerance: float = TOLERANCE
+    low: float  # requests per second
+    high: float  # requests per second
+    attainment: float = ATTAINMENT  # share of requests that must meet every SLO
+    tolerance: float = TOLERANCE  # width at which the interval is narrow enough, as a share of the lower rate
     start: float | None = None
     factor: float = 2.0
-    repeat: bool = True
+    repeat: bool = True  # try both ends of the last interval once more
 
     def __post_init__(self) -> None:
         if not 0 < self.low < math.inf:
@@ -64,14 +62,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Result of a search. Rates are in requests per second.
-
-    `missed` is the lowest rate that missed the goal, `rate` the highest rate below `missed` that met it.
-    """
+    """Result of a search. Rates are in requests per second."""
 
     verdict: Verdict
-    rate: float | None
-    missed: float | None
+    rate: float | None  # the highest rate below `missed` that met the goal
+    missed: float | None  # the lowest rate that missed the goal
     attempts: tuple[Attempt, ...]
 
 

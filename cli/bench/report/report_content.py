@@ -18,54 +18,44 @@ from llmsched.engine.device import device_memory
 
 
 class Table(NamedTuple):
-    """Table of text cells. The first `text_columns` columns are left-aligned words, the others figures.
-
-    A narrow terminal leaves out the columns named in `spare`, the last one first.
-    """
+    """Table of text cells."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
-    text_columns: int = 1
-    spare: Sequence[str] = ()
+    text_columns: int = 1  # columns on the left that hold words, not figures
+    spare: Sequence[str] = ()  # columns that a narrow terminal leaves out, the last one first
 
 
 @dataclass(frozen=True, slots=True)
 class ReportContent:
-    """Content of a report, for a terminal or an HTML page.
-
-    Only an HTML page has `summary`, a few figures with their names. A terminal draws only the first `terminal_charts`
-    charts. `decisions` are choices that the command made for the user.
-    """
+    """Content of a report, for a terminal or an HTML page."""
 
     title: str = ""
     verdict: str = ""
-    summary: Sequence[tuple[str, str]] = ()
+    summary: Sequence[tuple[str, str]] = ()  # figures with their names, for an HTML page only
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
     conclusions: Sequence[str] = ()
     charts: Sequence[Chart] = ()
-    terminal_charts: int = 0
+    terminal_charts: int = 0  # number of charts that a terminal shows
     closing: Sequence[str] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
-    decisions: Sequence[str] = ()
+    decisions: Sequence[str] = ()  # choices that the command made for the user
     errors: Sequence[str] = ()
     warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Report of `bench` as JSON and as `content`. If `well` is False, the exit code is 1.
-
-    `rows` are the JSON reports for the CSV file, `run` is the run for --save-detailed, and `detail` ends the HTML page.
-    """
+    """Report of `bench` as JSON and as `content`."""
 
     report: Mapping[str, Any]
     content: ReportContent
-    well: bool
-    rows: Sequence[Mapping[str, Any]]
-    run: MeasuredRun | None = None
-    detail: ReportContent | None = None
+    well: bool  # if False, the exit code is 1
+    rows: Sequence[Mapping[str, Any]]  # JSON reports for the CSV file
+    run: MeasuredRun | None = None  # for --save-detailed
+    detail: ReportContent | None = None  # shown at the end of the HTML page
 
 
 def show(content: ReportContent, *, definitions: bool = False) -> None:

@@ -25,9 +25,9 @@ Ending = Literal["done", "cut", "refused", "error"]
 
 @dataclass(frozen=True, slots=True)
 class ScriptPart:
-    """Part of an answer, written `at` seconds after the request arrives."""
+    """Part of an answer."""
 
-    at: float
+    at: float  # seconds after the request arrives
     text: str
     tokens: int = 0
 

@@ -46,10 +46,10 @@ Verdict = Literal["right", "disturbed", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Load for SCRIPTS[name] of the scripted server. `what` describes the probe to the user."""
+    """Load for SCRIPTS[name] of the scripted server."""
 
     name: str
-    what: str
+    what: str  # description for the user
     load: SyntheticLoad
 
     @property
@@ -59,20 +59,15 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class FigureCheck:
-    """Check of one figure. Times are in ms, rates per second.
-
-    `measured` is the value that `bench` computed, `server` the value by the server's log, `script` the value of a
-    server on time. The figure is right if `measured` and `server` differ by at most `allowed`. If they differ by up to
-    `excuse` more, other work on the machine may be the cause.
-    """
+    """Check of one figure. Times are in ms, rates per second."""
 
     probe: str
     figure: str
-    script: float | None
-    server: float | None
-    measured: float | None
-    allowed: float
-    excuse: float = 0.0
+    script: float | None  # value of a server that writes on time
+    server: float | None  # value by the server's log
+    measured: float | None  # value that `bench` computed
+    allowed: float  # largest difference between `measured` and `server`
+    excuse: float = 0.0  # further difference that other work on the machine may cause
 
     @property
     def error(self) -> float | None:
@@ -91,11 +86,11 @@ class FigureCheck:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """Checks of a probe's last try. `held_up` is the longest delay of client or server in seconds."""
+    """Checks of a probe's last try."""
 
     probe: Probe
     checks: Sequence[FigureCheck]
-    held_up: float = 0.0
+    held_up: float = 0.0  # longest delay of client or server in seconds
     tries: int = 1
 
     @property

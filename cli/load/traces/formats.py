@@ -69,31 +69,23 @@ _NUMBERS = re.compile(r"[\d.+-][\d.eE+\s,-]*|\[[\d.eE+\s,-]+\]")
 
 @dataclass(slots=True)
 class FormatOptions:
-    """Options of a trace's reader, and facts that the reader notes about the file.
+    """Options of a trace's reader, and facts that the reader notes about the file."""
 
-    `turns` is the largest number of requests from one ShareGPT conversation. `skipped` counts the turns that were left
-    out, by speaker. `sessions` is True if turns in the file wait for the answer to the turn before.
-    """
-
-    turns: int
+    turns: int  # largest number of requests from one ShareGPT conversation
     block_tokens: int
-    skipped: Counter[str] = field(default_factory=Counter)
-    sessions: bool = False
+    skipped: Counter[str] = field(default_factory=Counter)  # turns that were left out, by speaker
+    sessions: bool = False  # True if turns in the file wait for the answer to the turn before
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """File format of traces. `rows` yields the records of a file, `requests` returns the requests of a record.
-
-    `time` returns the name of the field with the record's timestamp. `unit` is the usual unit of numeric timestamps; if
-    `fixed_unit` is True, all files use it. The functions raise TraceError for a bad record.
-    """
+    """File format of traces. The functions raise TraceError for a bad record."""
 
     rows: Callable[[Path], Iterator[Row]]
     requests: Callable[[Row, FormatOptions], list[TraceRequest]]
-    time: Callable[[Row], str | None]
-    unit: TimestampUnit = "s"
-    fixed_unit: bool = False
+    time: Callable[[Row], str | None]  # returns the name of the field with the record's timestamp
+    unit: TimestampUnit = "s"  # usual unit of numeric timestamps
+    fixed_unit: bool = False  # True if all files use `unit`
     block_tokens: int | None = None
 
 

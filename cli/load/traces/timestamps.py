@@ -35,14 +35,9 @@ _GAPS, _WHOLE_GAPS = (0.01, 300.0), (0.001, 300.0)
 
 @dataclass(frozen=True, slots=True)
 class Timestamp:
-    """Timestamp of a record: the number in the file or, for a date, the microseconds since 1970.
-
-    `unit` is the unit that the field's name ends in, as in timestamp_ms.
-    """
-
-    value: float
+    value: float  # as in the file or, for a date, microseconds since 1970
     is_date: bool = False
-    unit: TimestampUnit | None = None
+    unit: TimestampUnit | None = None  # unit in which the field's name ends, as in timestamp_ms
 
 
 def read_timestamp(row: Row, name: str) -> Timestamp:

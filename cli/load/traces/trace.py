@@ -28,17 +28,13 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Request of a trace, due `offset` seconds after the first request. `line` is its line (or entry) in the file.
+    """Request of a trace, with the prompt `content` or a prompt of `input_len` tokens."""
 
-    The prompt is either `content` or `input_len` tokens; `hash_ids` name the blocks of these tokens. The answer is
-    either the text `answer` or `output_len` tokens; if both are None, its length is unknown.
-    """
-
-    line: int
-    offset: float
+    line: int  # number of the line (or entry) in the file
+    offset: float  # seconds after the first request
     input_len: int | None = None
-    output_len: int | None = None
-    hash_ids: tuple[int, ...] = ()
+    output_len: int | None = None  # tokens; None if `answer` is known or the length is unknown
+    hash_ids: tuple[int, ...] = ()  # names of the blocks of a prompt without `content`
     content: Content | None = None
     answer: str | None = None
 
@@ -54,18 +50,14 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests of a file, in the order of their offsets. `timed` is True if the file states their times.
-
-    The `hash_ids` of a request name blocks of `block_tokens` tokens. `notes` say how the file was understood, and what
-    was left out.
-    """
+    """Requests of a file, in the order of their offsets."""
 
     name: str
     format: str
     requests: tuple[TraceRequest, ...]
-    timed: bool
-    block_tokens: int = 512
-    notes: tuple[str, ...] = ()
+    timed: bool  # True if the file states times
+    block_tokens: int = 512  # tokens per block of a request's `hash_ids`
+    notes: tuple[str, ...] = ()  # how the file was understood, and what was left out
 
     @property
     def rate(self) -> float:
