@@ -21,10 +21,7 @@ def timeline_body(timeline: Timeline) -> dict[str, Any]:
 
 
 def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
-    """Return the timeline of the first choice in a server's answer to a request that arrived at `start`.
-
-    Raises LookupError or TypeError if the answer has another form.
-    """
+    """Return the timeline of the first choice in a server's answer to a request that arrived at `start`."""
     from llmsched.engine.core import Timeline
     from llmsched.engine.scheduler.ledger import Entry
 

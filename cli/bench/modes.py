@@ -70,10 +70,9 @@ async def bench_compare(
     progress: Progress,
     quantization: str | None = None,
 ) -> Result:
-    """Run the load with each variant and compare the figures.
+    """Run the load with each variant and compare the figures. Raises LlmschedError for invalid variants.
 
-    `base` has the settings that a variant omits, `given` the settings set by flags. Raises LlmschedError for invalid
-    variants, and ModelError or ConfigError if an engine cannot be built.
+    `base` has the settings that a variant omits, `given` the settings set by flags.
     """
     assert modes.compare is not None
     variants = parse_variants(modes.compare)

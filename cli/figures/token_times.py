@@ -38,10 +38,7 @@ def served(record: RequestRecord, count_tokens: CountTokens | None) -> ServedReq
 
 
 def arrivals(record: RequestRecord, count_tokens: CountTokens | None) -> tuple[list[Arrival], str]:
-    """Return the arrivals of a request's tokens, and the source of the token count (EXACT, USAGE, ...).
-
-    `count_tokens` counts the tokens of a text if the target reports no token counts.
-    """
+    """Return the arrivals of a request's tokens, and the source of the token count (EXACT, USAGE, ...)."""
     chunks = record.chunks
     told = sum(chunk.tokens or 0 for chunk in chunks)
     times = [chunk.time for chunk in chunks if chunk.text]

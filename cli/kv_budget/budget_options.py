@@ -129,10 +129,7 @@ class BudgetOptions:
             raise ConfigError("gpu", f"{self.gpu} sets the memory too; leave out --gpu or --gpu-memory")
 
     def devices(self, config: EngineConfig) -> list[DeviceMemory]:
-        """Return the GPUs that the flags select or, without such a flag, the device of this machine.
-
-        Raises ConfigError if a GPU is unknown, or if the flags select a GPU but `config` asks for the CPU.
-        """
+        """Return the GPUs that the flags select, or else the device of this machine. Raises ConfigError."""
         if self.gpu is None and self.gpu_memory is None and self.simulate in (None, LOCAL):
             return [device_memory(config.device)]
         if config.device == "cpu":
@@ -173,10 +170,7 @@ def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
 
 
 def read_lengths(path: Path) -> LengthDistribution:
-    """Return the lengths of the requests in a trace or in a file of lengths. A length of 0 becomes 1.
-
-    Raises ConfigError if the file cannot be read, or if only some requests have an output length.
-    """
+    """Return the lengths of the requests in a trace or in a file of lengths. Raises ConfigError for an invalid file."""
     import numpy as np
 
     from llmsched.cli.load.traces.read import read_trace

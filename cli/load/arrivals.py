@@ -1,7 +1,6 @@
-"""Random arrival times of requests, at a rate that may change over time.
+"""Random arrival times, by time rescaling of an inhomogeneous Poisson process.
 
-Arrivals at a mean rate of 1 are drawn and then stretched in time: request k is due when the integral of the rate
-reaches the k-th arrival (time rescaling of an inhomogeneous Poisson process).
+Request k is due when the integral of the rate reaches the k-th arrival at a mean rate of 1.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Arrivals:
         return float(self._integral(np.array([duration]), duration)[0])
 
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
-        """Return the times of requests in seconds after the start, in ascending order. The first is 0.
+        """Return the times of requests in seconds after the start, in ascending order from 0.
 
         At most `count` requests are due, all before `duration` seconds; one of the two may be None. A ramp ends at
         `duration` or, without a duration, with the last request.

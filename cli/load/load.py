@@ -52,8 +52,7 @@ class Load(Schedule, ABC):
         """Return the requests in the order of their offsets.
 
         Random prompts consist of the token ids `ids`, or of words if `ids` is None. `encode` turns the texts of a trace
-        into token ids, unless `ids` is None, and counts the tokens of answers. Without `encode`, each word counts as
-        one token.
+        into token ids, unless `ids` is None, and counts the tokens of answers.
         """
         parts = zip(self._offsets.tolist(), self._prompts(Vocabulary(ids), encode), self._answers(encode), strict=True)
         return [

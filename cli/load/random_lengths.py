@@ -44,10 +44,7 @@ def draw_lengths(lengths: int | RandomLengths, generator: np.random.Generator, c
 
 
 def parse_lengths(text: str, name: str) -> int | RandomLengths:
-    """Parse lengths such as "128", "64..512" or "lognormal:512,1.0,4096"; SYNTAX describes all forms.
-
-    Raises ConfigError, which names the setting `name`, for any other text and for lengths out of range.
-    """
+    """Parse lengths such as "128", "64..512" or "lognormal:512,1.0,4096" (see SYNTAX). Raises ConfigError."""
     found: RandomLengths | None = None
     if text.isascii() and text.isdigit():
         found = RandomLengths(int(text), int(text))

@@ -38,17 +38,13 @@ _PROBES = frozenset({"/health", "/metrics"})
 
 
 class ConnectionPool:
-    """Pool of open connections: at most `limit`, and a few more for probes of /health and /metrics.
-
-    Connections in `new` have not sent a request yet, those in `busy` wait for an answer, and those in `idle` have got
-    their answer.
-    """
+    """Pool of open connections: at most `limit`, and a few more for probes of /health and /metrics."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
         self.limit = limits.connections()
-        self.new: dict[Connection, None] = {}
-        self.idle: dict[Connection, None] = {}
+        self.new: dict[Connection, None] = {}  # no request yet
+        self.idle: dict[Connection, None] = {}  # every request has its answer
         self.busy: dict[Connection, None] = {}
         self.beginning = asyncio.Semaphore(_REQUEST_BATCH)
         self._last_log = -math.inf
@@ -152,14 +148,12 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Parse a request again without its Upgrade header, because with it the parser would not read the body.
-
-        `rest` has the bytes after the headers.
-        """
+        """Parse a request again without its Upgrade header. `rest` has the bytes after the headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(ApiError(405, "this server is not a proxy"))
             return
+        # The parser would not read the body of a request with an Upgrade header.
         offer = (b"connection", b"upgrade", b"http2-settings")
         fields = b"".join(name + b": " + value + b"\r\n" for name, value in self.headers if name not in offer)
         self.parser = httptools.HttpRequestParser(self)

@@ -119,10 +119,7 @@ class Generation:
             self.abort()
 
     async def _outputs(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
-        """Yield lists of outputs as they arrive, each output with the index of its prompt.
-
-        If a prompt fails, raise its error after the outputs that were generated before.
-        """
+        """Yield lists of outputs, each with the index of its prompt. Raises the error of a prompt that fails."""
         error: LlmschedError | None = None
         finished = False
         while not finished:
@@ -163,10 +160,8 @@ class Generation:
         return b"" if content is None else self._chunk([content])
 
     def _pass_on(self, output: RequestOutput) -> bool:
-        """Write the event for an output at once, because waking `events` for it would take ten times as long.
-
-        Return False if this is not possible, for example because an earlier event is not written yet.
-        """
+        """Write the event for an output at once. Return False if this is not possible."""
+        # To wake `events` for an event would take ten times as long.
         is_next = self._is_waiting and not self._ready.is_set()
         if not is_next or output.finish_reason is not None or (0, output.index) not in self._frames:
             return False

@@ -33,12 +33,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
-
-    Call this after the body was read, because it discards the messages that it receives from the client.
-    """
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect."""
 
     async def disconnected() -> None:
+        # This discards messages, so the body must have been read.
         while (await receive())["type"] != "http.disconnect":
             pass
 

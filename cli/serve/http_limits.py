@@ -68,10 +68,7 @@ class HttpLimits:
             check_range(name, getattr(self, name), getattr(self, name) > 0, "a duration above 0")
 
     def connections(self) -> int:
-        """Return the maximum number of open connections. If needed, raise the process's limit of open files first.
-
-        Raises ConfigError if `max_connections` does not fit the limit of open files.
-        """
+        """Return the largest number of connections. If needed, increase the limit of open files. Raises ConfigError."""
         wanted = self.max_connections or _DEFAULT_CONNECTIONS
         if sys.platform == "win32":
             return wanted

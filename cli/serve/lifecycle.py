@@ -49,9 +49,9 @@ class PortInUseError(LlmschedError):
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on all addresses of `host`, IPv4 first. Port 0 picks one free port for all of them.
+    """Return sockets that listen on all addresses of `host`, IPv4 first. Raises PortInUseError.
 
-    Call this before the model is loaded, so that clients wait until they are served. Raises PortInUseError.
+    Port 0 picks one free port for all of them. Clients that connect wait until they are served.
     """
     host = host.removeprefix("[").removesuffix("]")
     listeners: list[socket.socket] = []

@@ -24,11 +24,7 @@ def new_id() -> str:
 
 
 class RequestIds:
-    """ASGI middleware that gives each request an id, `request.state.request_id`, and sends it back as X-Request-Id.
-
-    The id is the client's X-Request-Id if it is valid, else a new one. If the application raises an exception, the
-    middleware logs it with the id.
-    """
+    """ASGI middleware that gives each request an id, `request.state.request_id`, and sends it back as X-Request-Id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,10 +58,7 @@ def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
 
 
 def read_origins(text: str | None) -> list[str]:
-    """Return the origins in a text such as "https://a.example,http://localhost:3000"; "*" stands for all origins.
-
-    Raises ConfigError for a text that is not an origin.
-    """
+    """Return the origins in a text such as "https://a.example,http://localhost:3000". Raises ConfigError."""
     origins = [origin.strip().lower() for origin in text.split(",")] if text is not None else []
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):

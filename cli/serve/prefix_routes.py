@@ -111,10 +111,7 @@ def _pin_body(pin: PinState) -> dict[str, Any]:
 
 
 def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
-    """Read the files of --pin-prefix. A .json file holds the body of a POST to /v1/prefixes, any other file plain text.
-
-    Raises ConfigError for a bad file, so call this before the model is loaded.
-    """
+    """Read the files of --pin-prefix: a .json file as the body of a POST to /v1/prefixes, others as plain text."""
     found = []
     for path in paths:
         try:

@@ -14,13 +14,11 @@ _TURN_S = 0.01
 
 
 class PreparationTurns:
-    """Threads that parse and tokenise requests in turns: a request whose turn is over goes to the end of the queue.
-
-    Large requests have threads of their own, so that small ones never wait for them.
-    """
+    """Threads that parse and tokenise requests in turns: a request whose turn is over goes to the end of the queue."""
 
     def __init__(self) -> None:
         num_threads = max(1, min(3, (os.cpu_count() or 1) // 2 - 1))
+        # Large requests have threads of their own, so that small ones never wait for them.
         self._small = ThreadPoolExecutor(num_threads + 1, thread_name_prefix="llmsched-prepare")
         self._large = ThreadPoolExecutor(num_threads, thread_name_prefix="llmsched-prepare-large")
 

@@ -40,10 +40,7 @@ class Preparer:
         self._defaults = dict(engine.model.sampling_defaults)
 
     def completion(self, request: CompletionRequest) -> Iterator[PreparedPrompt]:
-        """Yield the prompts of a completion. Each is tokenised when the iterator reaches it.
-
-        Raises RequestError for a bad parameter, or for the first prompt that cannot be served.
-        """
+        """Yield the prompts of a completion. Raises RequestError for a bad parameter or an unservable prompt."""
         extra: dict[str, Any] = {"logprobs": request.logprobs}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
@@ -54,10 +51,7 @@ class Preparer:
             yield PreparedPrompt(token_ids, prompt if isinstance(prompt, str) else None, sampling)
 
     def chat(self, request: ChatRequest) -> Iterator[PreparedPrompt]:
-        """Yield the one tokenised prompt of a chat. Without max_tokens, the answer may fill the context.
-
-        Raises RequestError for a bad parameter, and for messages that the template refuses or that cannot fit.
-        """
+        """Yield the one tokenised prompt of a chat. Raises RequestError if it cannot be served."""
         token_ids = self.chat_ids(dumped(request.messages), request.template_kwargs())
         extra = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
         yield PreparedPrompt(token_ids, None, self._sampling(request, len(token_ids), self._max_model_len, extra))
@@ -65,8 +59,7 @@ class Preparer:
     def prefix(self, request: PrefixRequest) -> Iterator[list[int]]:
         """Yield the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
 
-        If the last message is from the user, the prefix is the whole prompt of the chat. Otherwise it is the common
-        beginning of all chats that continue these messages with a user message.
+        The prefix ends before the next message of the user or, if the last message is from the user, before the answer.
         """
         if request.messages is None:
             assert request.prompt is not None

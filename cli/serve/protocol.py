@@ -227,10 +227,7 @@ class Message(ChatData):
     @model_validator(mode="before")
     @classmethod
     def _usual_form(cls, value: Any) -> Any:
-        """Fill in the content that an assistant or a tool may leave out, and convert function calls to tool calls.
-
-        Raises an error if a field has content that the model cannot get, such as images.
-        """
+        """Fill in the content that an assistant or a tool may leave out, and convert function calls to tool calls."""
         if not isinstance(value, dict):
             return value
         if lost := next((name for name in _CONTENT_FIELDS if value.get(name)), None):
@@ -392,10 +389,7 @@ CLASSES = {"interactive": 0, "batch": 1}
 
 
 def priority_of(priority: int | None, class_name: str | None) -> int:
-    """Return the priority of a request: `priority` from its body, else the priority of the class in its header.
-
-    Without a header, the class is "interactive". Raises RequestError for an unknown class.
-    """
+    """Return `priority` or, if it is None, the priority of the class (default: interactive). Raises RequestError."""
     if class_name is not None and class_name not in CLASSES:
         raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")
     return CLASSES[class_name or "interactive"] if priority is None else priority

@@ -44,10 +44,7 @@ def leading_trial(history: TrialHistory) -> Trial | None:
 
 
 def relative_scores(history: TrialHistory) -> dict[Setting, float]:
-    """Return each setting's score divided by the best setting's score or, if no setting is feasible, by the highest.
-
-    Unlike rates, these ratios can be compared between settings that ran in different rounds.
-    """
+    """Return each setting's score divided by the best setting's score or, if no setting is feasible, by the highest."""
     table, best = history.ranking(), best_trial(history)
     ranked = [best.setting] if best else table.ranked(list(table.effects))
     if not ranked or not math.isfinite(table.effects.get(ranked[0], -math.inf)):

@@ -102,10 +102,7 @@ class Race:
         self._pace: dict[Setting, float] = {}
 
     async def qualify(self, stage: str, settings: Sequence[Setting], *, prune: bool = True) -> None:
-        """Run the settings in short rounds. After each round, the better half stays in the race.
-
-        With `prune`, settings that a cost model predicts to be far worse are skipped.
-        """
+        """Run the settings in short rounds. After each round, the better half stays in the race."""
         lengths = self._lengths[:-1] or self._lengths
         share = FOR_SHORT_RUNS if len(self._lengths) > 1 or self._rounds > 1 else 1.0
         self.history.consider(settings)
@@ -129,10 +126,7 @@ class Race:
             await self._round("the best in full", finalists, self.full)
 
     async def _disturbed(self, settings: list[Setting], requests: int) -> bool:
-        """Run one setting of the last round again. If its score has changed, forget the round and return True.
-
-        A changed score means that the speed of the machine changed during the round.
-        """
+        """Run one setting of the last round again. If its score has changed, forget the round and return True."""
         round_index, goal = self._num_rounds - 1, self.history.goal
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]
         before = next((run for run in ran if run.rate(goal)), None)

@@ -53,10 +53,7 @@ class TrialLoad(NamedTuple):
     encode: TextEncoder = WordEncoder(COMMON_IDS)  # turns the texts of a trace into token ids
 
     def at_rate(self, rate: float | None, requests: int) -> TrialLoad:
-        """Return an open loop of at least `requests` requests at `rate`, or this load if `rate` is None.
-
-        Raises ConfigError for a load whose rate changes over time (`arrivals` "ramp").
-        """
+        """Return an open loop of at least `requests` requests at `rate`, or this load if `rate` is None."""
         if rate is None:
             return self
         load = self.load.at_rate(rate)

@@ -97,10 +97,7 @@ def run_of(
     peak_running: int = 0,
     seconds: float = 0.0,
 ) -> TrialRun:
-    """Reduce a measurement of at most the first `requests` requests of a load to the run of a setting.
-
-    `peak_running` is the largest number of requests in one step. `seconds` is the duration of the run.
-    """
+    """Reduce a measurement of at most the first `requests` requests of a load to the run of a setting."""
     counts, memory, steady = measured.requests, measured.memory, measured.rates.output_tokens_steady
     total = counts.completed + counts.failed
     attainment = measured.goodput.attainment if measured.goodput else {}

@@ -254,10 +254,7 @@ def _default(task: TuneTask, config: ResolvedConfig) -> Setting:
 
 
 def _warm_start(task: TuneTask, profile: str, start: Setting, config: ResolvedConfig) -> tuple[Setting, str]:
-    """Return `start` with the profile's knob values, and a note for the user that says if the profile was used.
-
-    Values above the search's limits, and values of knobs that a flag sets, are not used.
-    """
+    """Return `start` with the profile's knob values, and a note for the user that says if the profile was used."""
     limits = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     fixed = task.options.given.keys() - {"max_num_batched_tokens"}
     try:

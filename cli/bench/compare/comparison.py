@@ -55,12 +55,10 @@ async def compare(
 
 
 def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measurement:
-    """Return `whole` with its steady-state and request rates replaced by means over `rounds`.
-
-    `whole` has the figures of all rounds together, where the ramp-up and ramp-down of each round distort these rates.
-    """
+    """Return `whole` with its steady-state and request rates replaced by means over `rounds`."""
     if len(rounds) == 1:
         return whole
+    # The ramp-up and ramp-down of each round would distort the rates of `whole`.
     means: dict[str, float | None] = {}
     for name in ("output_tokens_steady", "requests_steady", "scheduled", "achieved"):
         known = [rate for one in rounds if (rate := getattr(one.rates, name)) is not None]

@@ -18,11 +18,7 @@ _SHORT = 16
 
 
 def comparison_json(variants: Sequence[VariantResult]) -> dict[str, Any]:
-    """Return the JSON report: `runs`, and the `ratios` of each later run to the first.
-
-    Each run has the keys of `bench --json`, computed over all rounds, and its figures in each round. An undefined ratio
-    is null.
-    """
+    """Return the JSON report: `runs` with the keys of `bench --json`, and `ratios` of each later run to the first."""
     runs = [_run_json(variant) for variant in variants]
     first, *others = runs
     return {

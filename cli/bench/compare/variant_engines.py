@@ -100,10 +100,7 @@ class VariantEngines:
 def simulated_variants(
     configs: Mapping[str, EngineConfig], device: str, plan: RunPlan, progress: Progress, quantization: str | None
 ) -> RunVariant:
-    """Return a function that simulates a variant's run on `device`, a name that `make_blueprint` accepts.
-
-    Raises ModelError if the model cannot be read, and ConfigError if a variant does not fit the device.
-    """
+    """Return a function that simulates a variant's run on `device`. Raises ModelError or ConfigError."""
     blueprints = {name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()}
     for note in dict.fromkeys(note for one in blueprints.values() for note in one.notes):
         render.warn(note)

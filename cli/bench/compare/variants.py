@@ -24,10 +24,7 @@ class Variant:
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """Parse variants such as "static, continuous" or "fair; fair max_num_batched_tokens=512 headroom=20%".
-
-    Raises LlmschedError for fewer than two variants and for a setting that is unknown, invalid or without effect.
-    """
+    """Parse variants such as "static, continuous" or "fair; fair headroom=20%". Raises LlmschedError if invalid."""
     parts = [" ".join(part.split()) for part in re.split(r"[,;]", text)]
     if "" in parts or len(parts) < 2:
         raise LlmschedError(f"--compare {text!r}: name two or more variants separated by commas, each {SYNTAX}")

@@ -71,10 +71,7 @@ class Knee:
 
 
 async def find_knee(attempt: Callable[[float], Awaitable[float]], goal: KneeGoal) -> Knee:
-    """Find the knee with at most MAX_ATTEMPTS calls of `attempt`.
-
-    `attempt` takes a request rate and returns the share of requests that met every SLO at this rate.
-    """
+    """Find the knee. `attempt` takes a request rate and returns the share of requests that met every SLO."""
     attempts: list[Attempt] = []
     while len(attempts) < MAX_ATTEMPTS and (rate := next_rate(attempts, goal)) is not None:
         attempts.append(Attempt(rate, await attempt(rate)))

@@ -36,10 +36,7 @@ def check_csv(path: Path) -> None:
 
 
 def append_csv(path: Path, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Append a row for each JSON report, after the header if the file is new. Null becomes an empty cell.
-
-    Raises LlmschedError if `check_csv` rejects the file, and OSError if the file cannot be written.
-    """
+    """Append a row for each JSON report, after the header if the file is new. Raises LlmschedError or OSError."""
     check_csv(path)
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

@@ -99,10 +99,7 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME], in a cycle.
-
-    GET /NAME/log returns the log of the answers and clears it.
-    """
+    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME], in a cycle, and logs it."""
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)

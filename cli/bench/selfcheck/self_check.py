@@ -125,10 +125,7 @@ _WARM_UP = Probe("warm-up", "one request", SyntheticLoad(num_prompts=1, input_le
 
 
 async def tried(probe: Probe, attempt: Callable[[], Awaitable[tuple[Sequence[FigureCheck], float]]]) -> ProbeOutcome:
-    """Run a probe, and repeat it at most twice while a figure is not right and the machine seems busy.
-
-    `attempt` returns the checks, and the longest delay of client or server in seconds.
-    """
+    """Run a probe, and repeat it at most twice while a figure is not right and the machine seems busy."""
     tries = 1
     while True:
         outcome = ProbeOutcome(probe, *await attempt(), tries)
@@ -255,10 +252,7 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 
 
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
-    """Compare the figures of a probe with those from the server's log, and return the checks.
-
-    `held_up` is the longest delay of client or server in seconds.
-    """
+    """Compare the figures of a probe with those from the server's log. `held_up` is the longest delay in seconds."""
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
         counts = [("completed", 1, figures.requests.completed), ("failed", len(expected), figures.requests.failed)]
@@ -290,10 +284,7 @@ def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float
 
 
 def _figures_of(log: Sequence[tuple[float, Sequence[tuple[float, int]]]], due: float) -> Mapping[str, float | None]:
-    """Compute figures from the server's log: the arrival of each request, and the time and tokens of each write.
-
-    Latencies are measured from `due`, the mean time at which the requests were due.
-    """
+    """Compute figures from the server's log. Latencies are measured from `due`, the mean due time of the requests."""
     arrivals = [[Arrival(at, tokens) for at, tokens in written] for _, written in log]
     requests = [latency for one in arrivals if (latency := request_latency(due, one)) is not None]
     itl = summarise([gap for latency in requests for gap in latency.itl])

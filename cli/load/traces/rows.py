@@ -129,10 +129,7 @@ def records(path: Path) -> Iterator[Row]:
 
 
 def csv_rows(path: Path, needed: Mapping[str, str]) -> Iterator[Row]:
-    """Yield the records of a CSV file with a header. Raises TraceError if a column is missing.
-
-    `needed` maps lower-case column names to field names of the rows.
-    """
+    """Yield the records of a CSV file. `needed` maps lower-case column names to field names. Raises TraceError."""
     delimiter = _delimiter(first_line(path))
     with open_text(path) as text:
         reader = csv.reader(text, delimiter=delimiter)
