@@ -1,7 +1,4 @@
-"""Prompts: random tokens or words of an exact length, given texts, or given token ids.
-
-Random prompts are stored as Parts and drawn when they are sent, so that large loads need little memory.
-"""
+"""Prompts: random tokens or words (stored as Parts, drawn when sent), given texts, or given token ids."""
 
 from __future__ import annotations
 
@@ -75,12 +72,9 @@ class TextEncoder(Protocol):
 
 
 class Part(NamedTuple):
-    """Part of a prompt: the first `length` tokens or words of an endless random sequence.
+    """Part of a prompt: the first `length` tokens or words of the endless random sequence (`family`, `number`)."""
 
-    `family` (PREFIX, OWN or BLOCK) and `number` name the sequence.
-    """
-
-    family: int
+    family: int  # PREFIX, OWN or BLOCK
     number: int
     length: int
 

@@ -30,10 +30,7 @@ def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOpti
 
 
 def profile_settings(name_or_path: str) -> dict[str, Any]:
-    """Return the fields of EngineConfig that a profile sets.
-
-    Raises ConfigError if the profile cannot be read, or if it sets an unknown field or a value of the wrong type.
-    """
+    """Return the fields of EngineConfig that a profile sets. Raises ConfigError for a bad profile."""
     profile = _load(name_or_path)
     known, types = {f.name for f in fields(EngineConfig)} - {"model"}, get_type_hints(EngineConfig)
     for name, value in profile.engine.items():

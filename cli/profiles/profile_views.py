@@ -19,10 +19,7 @@ _FIGURES = ("goodput_rps", "output_tokens_per_s", "p99_itl_ms", "p99_ttft_ms", "
 
 
 def list_entries() -> list[dict[str, Any]]:
-    """Return a JSON object for each tuned profile, then one for each calibration, sorted by name.
-
-    If a file cannot be read, `problem` says why, and the values from the file are None.
-    """
+    """Return a JSON object for each profile and calibration, with a `problem` if the file cannot be read."""
     profiles = [_entry(name, "tuned", load_profile) for name in list_profiles()]
     return profiles + [_entry(name, "calibrated", load_calibration) for name in list_calibrations()]
 
@@ -118,10 +115,7 @@ def show_content(name: str, content: Mapping[str, Any]) -> None:
 
 
 def compare_profiles(first: str, second: str) -> dict[str, Any]:
-    """Return the differences of two profiles: for each table, the differing keys with both values (None: not set).
-
-    The table `result` has the figures of the chosen settings. Raises ProfileError if a profile cannot be read.
-    """
+    """Return the differing keys of each table, with both values (None: not set). Raises ProfileError."""
     one, other = load_profile(first), load_profile(second)
     found: dict[str, Any] = {table: _differences(getattr(one, table), getattr(other, table)) for table in _TABLES}
     found["measured"] = _differences({"measured": one.measured}, {"measured": other.measured})

@@ -111,10 +111,7 @@ class HttpTarget:
         )
 
     async def connect(self) -> None:
-        """Look up the model and the kind of server in /v1/models, if the server has this route.
-
-        Raises TargetUnreachableError if the server accepts no connection.
-        """
+        """Look up the model and the kind of server in /v1/models, if it has this route. Raises TargetUnreachableError."""
         try:
             response = await self._look_up("/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as problem:
@@ -236,10 +233,7 @@ def _detail(problem: Exception) -> str:
 
 @asynccontextmanager
 async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[OpenTarget]:
-    """Connect to a server, warm it up, and yield it as a target.
-
-    Raises TargetUnreachableError if the server accepts no connection, ConfigError if the tokenizer cannot be loaded.
-    """
+    """Connect to a server, warm it up, and yield it as a target. Raises TargetUnreachableError and ConfigError."""
     encode = None if options.tokenizer is None else load_encoder(options.tokenizer)
     ids: Sequence[int] | None = COMMON_IDS
     if options.endpoint == "chat" or options.text_prompts:

@@ -46,10 +46,8 @@ def read_trace(
 
     Only the first `limit` requests by time are kept. `timestamp_unit` is the unit of numeric timestamps; if it is None,
     the unit is found as timestamps.py describes. `turns` is only for ShareGPT, `trace_block_size` only for formats with
-    blocks. Without `times`, timestamps are not read.
-
-    Raises TraceError if the file cannot be read or has no requests, if a timestamp or length is missing, negative or
-    not a number, or if an option does not fit the format.
+    blocks. Without `times`, timestamps are not read. Raises TraceError for a bad file and for an option that does not
+    fit the format.
     """
     trace_format = trace_format or detect(path)
     file_format = FORMATS[trace_format]

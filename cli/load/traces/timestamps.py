@@ -64,8 +64,7 @@ def offsets(
     """Return the seconds from the earliest timestamp to each, and a note that names the unit unless the user chose it.
 
     `unit` is the user's choice, `stated` the format's unit, and `fixed` is True if all files of the format have that
-    unit. `where` names the file in errors. Raises TraceError if dates and numbers are mixed, or if a unit is given for
-    dates.
+    unit. `where` names the file in errors. Raises TraceError for a mix of dates and numbers.
     """
     values = [stamp.value for stamp in stamps]
     dates = sum(stamp.is_date for stamp in stamps)
