@@ -22,8 +22,6 @@ class RequestFailed(Exception):  # noqa: N818 - an outcome that is counted, not 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of an output."""
-
     time: float
     text: str
     tokens: int | None = None  # None if the target does not report how many tokens the chunk holds

@@ -41,8 +41,6 @@ class Place(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Figure of a run."""
-
     name: str  # JSON key
     unit: Unit
     get: Getter

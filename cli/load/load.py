@@ -20,8 +20,6 @@ from llmsched.cli.load.schedule import SHAPES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Request of a load."""
-
     index: int
     offset: float  # seconds after the start; a closed loop ignores it
     prompt: Prompt

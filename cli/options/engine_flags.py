@@ -37,8 +37,6 @@ _TAKES_AUTO = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Engine flags on the command line."""
-
     given: Mapping[str, Any] = field(default_factory=dict)  # values by knob
     automatic: frozenset[str] = frozenset()  # knobs given as "auto", which a profile does not change
 

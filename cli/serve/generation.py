@@ -119,7 +119,7 @@ class Generation:
             self.abort()
 
     async def _outputs(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
-        """Yield lists of outputs, each with the index of its prompt. Raises the error of a prompt that fails."""
+        """Yield lists of pairs (index of a prompt, output). Raises the error of a prompt that fails."""
         error: LlmschedError | None = None
         finished = False
         while not finished:

@@ -23,8 +23,6 @@ from llmsched.engine.text.tokenizer import check_unicode
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """Tokenised prompt and its sampling parameters."""
-
     token_ids: list[int]
     text: str | None  # None if the client sent token ids or messages
     sampling: SamplingParams

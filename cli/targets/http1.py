@@ -211,8 +211,6 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
 @dataclass(slots=True)
 class _Body(httpx.AsyncByteStream):
-    """Body of an answer."""
-
     transport: Http1Transport
     connection: Connection
     parser: ResponseParser

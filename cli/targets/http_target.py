@@ -111,7 +111,7 @@ class HttpTarget:
         )
 
     async def connect(self) -> None:
-        """Look up the model and the kind of server in /v1/models, if it has this route. Raises TargetUnreachableError."""
+        """Look up the model and the kind of server in /v1/models, if that exists. Raises TargetUnreachableError."""
         try:
             response = await self._look_up("/v1/models")
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as problem:

@@ -81,8 +81,6 @@ class TuneTask:
 
 @dataclass(slots=True)
 class TuneOutcome:
-    """Outcome of a search."""
-
     task: TuneTask
     model: Mapping[str, str]  # the table [model] of the profile
     device: Mapping[str, Scalar]  # the table [device] of the profile

@@ -51,8 +51,6 @@ class ArrivalFigures:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Recommended settings."""
-
     max_model_len: int  # fits every request
     refused_by_half: float  # share of requests that half of max_model_len would refuse
     headroom_by_running: dict[int, float] | None  # share of blocks to keep free, by number of running requests

@@ -17,8 +17,6 @@ SYNTAX = "a policy, engine settings (max_num_batched_tokens=512), or both separa
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Variant of the engine settings."""
-
     name: str  # as the user typed it
     knobs: Mapping[str, Any]  # settings that the variant changes
 

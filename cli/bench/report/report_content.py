@@ -18,8 +18,6 @@ from llmsched.engine.device import device_memory
 
 
 class Table(NamedTuple):
-    """Table of text cells."""
-
     title: str
     columns: list[str]
     rows: list[list[str]]

@@ -25,8 +25,6 @@ Ending = Literal["done", "cut", "refused", "error"]
 
 @dataclass(frozen=True, slots=True)
 class ScriptPart:
-    """Part of an answer."""
-
     at: float  # seconds after the request arrives
     text: str
     tokens: int = 0
@@ -99,7 +97,7 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 class ScriptedServer:
-    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME], in a cycle, and logs it."""
+    """Server that answers each POST /NAME/v1/... by the next script of SCRIPTS[NAME], and logs its answers."""
 
     def __init__(self) -> None:
         self._logs: defaultdict[str, AnswerLog] = defaultdict(list)
