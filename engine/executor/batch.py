@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from llmsched.engine.executor.base import ScheduledRow
 
@@ -43,17 +42,22 @@ class PackedBatch:
     prompt_counts: list[int]
 
 
-def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
-    """Pack one or more rows into a PackedBatch."""
+def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None) -> PackedBatch:
+    """Pack one or more rows into a PackedBatch.
+
+    With `size`, rows of one token are added until there are `size` rows. They have a context of 1 token and the slot
+    -1, so that their KV is not written.
+    """
+    padding = 0 if size is None else size - len(rows)
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
     bounds = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=bounds[1:])
     contexts = starts + lengths
     widths = -(-contexts // block_size)
-    input_ids = np.zeros(bounds[-1], dtype=np.int64)
+    input_ids = np.zeros(bounds[-1] + padding, dtype=np.int64)
     pending_rows = []
-    block_tables = np.zeros((len(rows[0].block_table), len(rows), int(widths.max())), dtype=np.int32)
+    block_tables = np.zeros((len(rows[0].block_table), len(rows) + padding, int(widths.max())), dtype=np.int32)
     for index, row in enumerate(rows):
         known_ids = row.sequence.token_ids[row.start : row.start + row.num_tokens]
         if len(known_ids) < row.num_tokens:
@@ -63,16 +67,20 @@ def pack(rows: ListLike[ScheduledRow], block_size: int) -> PackedBatch:
     owner = np.repeat(np.arange(len(rows)), lengths)
     positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[owner]
     blocks = block_tables[:, owner, positions // block_size].astype(np.int64)
+    slots = np.full((len(blocks), len(input_ids)), -1, dtype=np.int64)
+    slots[:, : len(positions)] = blocks * block_size + positions % block_size
+    context_lens = np.ones(len(rows) + padding, dtype=np.int32)
+    context_lens[: len(rows)] = contexts
     sampling_rows = [index for index, row in enumerate(rows) if row.sample]
     prompt_counts = [num_prompt_predictions(row) for row in rows]
     predictions = [np.arange(bounds[i], bounds[i] + count) for i, count in enumerate(prompt_counts) if count]
     return PackedBatch(
         input_ids=input_ids,
-        positions=positions,
-        slot_mapping=np.ascontiguousarray(blocks * block_size + positions % block_size),  # kernels read one group's row
+        positions=np.pad(positions, (0, padding)),
+        slot_mapping=slots,
         block_tables=block_tables,
-        cu_seqlens_q=bounds.astype(np.int32),
-        context_lens=contexts.astype(np.int32),
+        cu_seqlens_q=np.append(bounds, bounds[-1] + np.arange(1, padding + 1)).astype(np.int32),
+        context_lens=context_lens,
         logit_rows=np.concatenate([bounds[1:][sampling_rows] - 1, *predictions]),
         sampling_rows=sampling_rows,
         pending_rows=pending_rows,
@@ -108,29 +116,3 @@ def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[t
         room -= wanted
     if part:
         yield part
-
-
-def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Copy an array to `device`. Copies to a GPU start from pinned memory, so the CPU does not wait for them."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class HostCopy:
-    """Copy of a tensor in host memory. A copy from a GPU begins here, in stream order; `wait` waits for its end."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._written = tensor, None
-        if tensor.device.type == "cuda":
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor = pinned.copy_(tensor, non_blocking=True)
-            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._written.record(torch.cuda.current_stream(tensor.device))
-
-    def wait(self) -> torch.Tensor:
-        """Return the copy as soon as it is complete."""
-        if self._written is not None:
-            self._written.synchronize()
-        return self._tensor

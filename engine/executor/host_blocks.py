@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from llmsched.engine.executor.batch import to_device
+from llmsched.engine.executor.buffers import to_device
 from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.model.paged import KVCache
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmsched.engine.executor.batch import to_device
+from llmsched.engine.executor.buffers import to_device
 from llmsched.engine.request import Sequence
 
 

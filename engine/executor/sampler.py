@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from llmsched.engine.executor.base import RowResult
-from llmsched.engine.executor.batch import HostCopy, to_device
+from llmsched.engine.executor.buffers import HostCopy, to_device
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
 from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
@@ -72,13 +72,16 @@ class Sampler:
         """Drop the state of sequences that have ended."""
         self._editor.forget(request_ids)
 
-    def enqueue(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> PendingSample:
+    def enqueue(
+        self, logits: torch.Tensor, sequences: ListLike[Sequence], parameters: torch.Tensor | None = None
+    ) -> PendingSample:
         """Start to sample a token for each row of logits [R, V], R > 0, which may be overwritten.
 
         Row i continues sequences[i]. A row whose best logit is not finite will get an `error`. The ids in logit_bias
-        must be below V.
+        must be below V. `parameters` has the `parameters_of` the sequences if they are on the device already.
         """
-        parameters = to_device(parameters_of(sequences), logits.device)
+        if parameters is None:
+            parameters = to_device(parameters_of(sequences), logits.device)
         rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         if not rows and not any(self._editor.needs(sequence) for sequence in sequences):
             return PendingSample(sample(logits, parameters), [], rows)

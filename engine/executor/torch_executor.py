@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from itertools import accumulate
@@ -16,44 +18,77 @@ from transformers import PreTrainedModel
 from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.rotary import rotary_limit
 from llmsched.engine.config import ModelImplementation
-from llmsched.engine.errors import ModelError
+from llmsched.engine.errors import ModelError, is_out_of_memory, one_line
 from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult
-from llmsched.engine.executor.batch import PackedBatch, pack, split, to_device
+from llmsched.engine.executor.batch import PackedBatch, pack, split
+from llmsched.engine.executor.buffers import MAX_STEP_BYTES, StepBuffers, step_bytes, to_device
+from llmsched.engine.executor.graphs import DecodeGraphs, ModelInputs, Recorder, cuda_recorder
 from llmsched.engine.executor.host_blocks import HostBlocks
-from llmsched.engine.executor.sampler import PendingLogprobs, PendingSample, Sampler, collect_logprobs, enqueue_logprobs
+from llmsched.engine.executor.sampler import (
+    PendingLogprobs,
+    PendingSample,
+    Sampler,
+    collect_logprobs,
+    enqueue_logprobs,
+    parameters_of,
+)
 from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
+from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams, Sequence
 from llmsched.kernels.dispatch import prepare_attention
 
+logger = logging.getLogger(__name__)
+
 #: Sampling parameters of rehearsals.
 _GREEDY = SamplingParams(temperature=0)
 
 
 class SampledTokens:
-    """Ids of the tokens that one step samples, on the device."""
+    """Ids of the tokens that one step samples, on the device. The sequences are known before their ids."""
 
     def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
+        self._places: dict[Sequence, int] = {}
         self._ids: list[torch.Tensor] = []
 
-    def add(self, sequences: ListLike[Sequence], token_ids: torch.Tensor) -> None:
-        """Add the ids [N] of the tokens that continue N sequences."""
-        self._sequences += sequences
+    def add_sequences(self, sequences: ListLike[Sequence]) -> None:
+        """Add N sequences that the step continues."""
+        for sequence in sequences:
+            self._places[sequence] = len(self._places)
+
+    def add_ids(self, token_ids: torch.Tensor) -> None:
+        """Add the ids [N] of the next N sequences, in the order in which the sequences were added."""
         self._ids.append(token_ids)
 
-    def of(self, sequences: ListLike[Sequence], device: torch.device) -> torch.Tensor:
-        """Return the ids [N] of the tokens that continue `sequences`, without waiting for the device."""
-        if sequences == self._sequences and len(self._ids) == 1:
-            return self._ids[0]
-        places = {sequence: place for place, sequence in enumerate(self._sequences)}
-        wanted = np.array([places[sequence] for sequence in sequences], dtype=np.int64)
-        return torch.cat(self._ids)[to_device(wanted, device)]
+    def places(self, sequences: ListLike[Sequence]) -> npt.NDArray[np.int64]:
+        """Return the indices in `ids` of the tokens that continue `sequences`."""
+        return np.array([self._places[sequence] for sequence in sequences], dtype=np.int64)
+
+    def ids(self) -> torch.Tensor:
+        """Return the ids of all sequences."""
+        return self._ids[0] if len(self._ids) == 1 else torch.cat(self._ids)
+
+
+class _PackedPart(NamedTuple):
+    """Part of a step (see `split`) whose arrays are in the StepBuffers.
+
+    `indices` are the numbers of its rows in the step. `sampling` are the sequences of the rows that sample, with their
+    `parameters` (see `Sampler.enqueue`). If rows end with pending tokens, `pending` has the indices of these tokens
+    in `inputs.input_ids`, and their indices among the tokens that the step before sampled.
+    """
+
+    indices: ListLike[int]
+    rows: ListLike[ScheduledRow]
+    batch: PackedBatch
+    inputs: ModelInputs
+    sampling: list[Sequence]
+    parameters: torch.Tensor | None = None
+    pending: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _LaunchedPart(NamedTuple):
@@ -130,20 +165,35 @@ class TorchExecutor(Executor):
         self.looks_ahead = self.device.type == "cuda"
         self.layout = layout or KVLayout(block_size)
         self.block_size = block_size
-        self.num_blocks = num_blocks
+        #: Stream of all work on a GPU, because graphs cannot be captured on the default stream.
+        self._stream = torch.cuda.Stream(self.device) if self.looks_ahead else None  # type: ignore[no-untyped-call]
         self._model = paged_model(model, model_impl)
         #: What computes the model: fused or transformers.
         self.model_impl = self._model.implementation
-        self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, kv_dtype, self.device)
-        self.kv_cache_bytes = self._cache.num_bytes
+        self._kv_dtype = kv_dtype
+        self._buffers = StepBuffers(self.device, 1 << 16)
         #: Number of logits per token. Only ids below it can be sampled or biased.
         self.vocab_size = self._model.vocab_size
-        self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
+        self.reserve(num_blocks, num_host_blocks)
         self._logits_at_once = max(1, logits_bytes // (4 * self._model.vocab_size))
         self._sampler = Sampler(self._logits_at_once)
         self._sampled = SampledTokens()
         #: Called before sampling with the sequences and the logits [R, vocab_size] of their next tokens.
         self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
+
+    def reserve(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Replace the KV cache and the host blocks by new, empty ones, and drop all graphs."""
+        self._graphs: DecodeGraphs | None = None
+        self._host: HostBlocks | None = None
+        self._cache = KVCache([], [], [])
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)  # the default stream may still be loading weights
+            torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, self._kv_dtype, self.device)
+            self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
+        self.num_blocks = num_blocks
+        self.kv_cache_bytes = self._cache.num_bytes
 
     def launch(self, plan: StepPlan) -> _LaunchedStep:
         """Queue the work of a step; see `Executor.launch`. On a CPU, this computes the step."""
@@ -151,8 +201,8 @@ class TorchExecutor(Executor):
         previous, self._sampled = self._sampled, SampledTokens()
         if self._host is not None:
             self._host.take_times()  # drop the times of a step that failed
-        stopwatch = Stopwatch(self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            stopwatch = Stopwatch(self.device)
             # Copy KV blocks in the order that StepPlan states.
             if plan.swap_out:
                 assert self._host is not None
@@ -163,8 +213,11 @@ class TorchExecutor(Executor):
             if plan.swap_in:
                 assert self._host is not None
                 self._host.swap_in(plan.swap_in)
-            parts = [self._launch_part(part, previous) for part in split(plan.rows, self._logits_at_once)]
-        stopwatch.stop()
+            parts = [
+                self._launch_part(self._pack_part(part, previous), previous, self._sampled)
+                for part in split(plan.rows, self._logits_at_once)
+            ]
+            stopwatch.stop()
         copies = [] if self._host is None else self._host.take_times()
         return _LaunchedStep(len(plan.rows), parts, stopwatch, copies)
 
@@ -183,65 +236,94 @@ class TorchExecutor(Executor):
 
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
         """Compute the rows like `execute`, but without sampling. Return the logits [T, vocab_size] of every token."""
-        with torch.inference_mode():
-            return self._forward(pack(rows, self.block_size), every_token=True)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            _, inputs = self._pack(rows, every_token=True)
+            self._buffers.upload()
+            logits = self._forward(inputs)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return logits
 
     def close(self) -> None:
         """Release the model and the cache. The executor cannot be used afterwards."""
-        del self._model, self._cache, self._host
+        del self._graphs, self._model, self._cache, self._host, self._buffers
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _launch_part(self, part: ListLike[tuple[int, ScheduledRow]], previous: SampledTokens) -> _LaunchedPart:
+    def _pack_part(self, part: ListLike[tuple[int, ScheduledRow]], previous: SampledTokens) -> _PackedPart:
+        """Put the arrays of a part into the StepBuffers. Nothing is queued on the device."""
         indices, rows = zip(*part, strict=True)
-        batch = pack(rows, self.block_size)
-        pending = [rows[index].sequence for index in batch.pending_rows]
-        logits = self._forward(batch, previous.of(pending, self.device) if pending else None)
+        decodes = all(row.sample and row.num_tokens == 1 for row in rows)
+        size = self._graphs.size_for(len(rows)) if decodes and self._graphs is not None else None
+        batch, inputs = self._pack(rows, size)
         sampling = [rows[index].sequence for index in batch.sampling_rows]
+        packed = _PackedPart(indices, rows, batch, inputs, sampling)
+        if sampling:
+            self._sampled.add_sequences(sampling)
+            packed = packed._replace(parameters=self._buffers.put(parameters_of(sampling)))
+        if batch.pending_rows:
+            ends = batch.cu_seqlens_q[1:][batch.pending_rows].astype(np.int64) - 1
+            places = previous.places([rows[index].sequence for index in batch.pending_rows])
+            packed = packed._replace(pending=(self._buffers.put(ends), self._buffers.put(places)))
+        return packed
+
+    def _pack(
+        self, rows: ListLike[ScheduledRow], size: int | None = None, *, every_token: bool = False
+    ) -> tuple[PackedBatch, ModelInputs]:
+        """Start new StepBuffers, and put the model's inputs for these rows there.
+
+        Decodes are padded to `size` rows for a graph. With `every_token`, the model computes the logits of every token,
+        and not only those of the batch's `logit_rows`.
+        """
+        batch = pack(rows, self.block_size, size)
+        buffers = self._buffers
+        buffers.begin()
+        input_ids, positions = buffers.put(batch.input_ids), buffers.put(batch.positions)
+        slots = buffers.put(batch.slot_mapping)
+        lengths = buffers.put(batch.cu_seqlens_q), buffers.put(batch.context_lens)
+        works = prepare_attention(
+            self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, self._put
+        )
+        fixed_bytes = buffers.num_used
+        context = PagedContext(self._cache, slots, buffers.put(batch.block_tables), *lengths, works)
+        # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
+        every_token |= size is not None or len(batch.sampling_rows) == len(batch.input_ids)
+        logit_rows = None if every_token else buffers.put(batch.logit_rows)
+        return batch, ModelInputs(input_ids, positions, context, logit_rows, fixed_bytes, size is not None)
+
+    def _launch_part(self, packed: _PackedPart, previous: SampledTokens, current: SampledTokens) -> _LaunchedPart:
+        """Queue the work of a part whose arrays are in the StepBuffers."""
+        batch, sampling = packed.batch, packed.sampling
+        self._buffers.upload()
+        if packed.pending is not None:
+            ends, places = packed.pending
+            packed.inputs.input_ids.index_copy_(0, ends, previous.ids()[places])
+        logits = self._forward(packed.inputs)
         if self.on_logits is not None and sampling:
             self.on_logits(sampling, logits[: len(sampling)])
         sampled = None
         if sampling:
-            sampled = self._sampler.enqueue(logits[: len(sampling)], sampling)
-            self._sampled.add(sampling, sampled.token_ids)
+            sampled = self._sampler.enqueue(logits[: len(sampling)], sampling, packed.parameters)
+            current.add_ids(sampled.token_ids)
         prompt_logprobs: list[PendingLogprobs] = []
-        if len(logits) > len(sampling):  # log-probabilities of prompt tokens were asked for
+        if any(batch.prompt_counts):
             targets: list[int] = []
             wanted: list[int] = []
-            for row, count in zip(rows, batch.prompt_counts, strict=True):
+            for row, count in zip(packed.rows, batch.prompt_counts, strict=True):
                 targets += row.sequence.token_ids[row.start + 1 : row.start + 1 + count]
                 wanted += [row.sequence.sampling.prompt_logprobs or 0] * count
             token_ids = to_device(np.array(targets, dtype=np.int64), self.device)
             prompt_logprobs = enqueue_logprobs(logits[len(sampling) :], token_ids, wanted, self._logits_at_once)
-        return _LaunchedPart(indices, batch.sampling_rows, sampled, batch.prompt_counts, prompt_logprobs)
+        return _LaunchedPart(packed.indices, batch.sampling_rows, sampled, batch.prompt_counts, prompt_logprobs)
 
-    def _forward(
-        self, batch: PackedBatch, pending_ids: torch.Tensor | None = None, *, every_token: bool = False
-    ) -> torch.Tensor:
-        """Run a forward pass. Return the logits [R, vocab_size] of the batch's `logit_rows`, or of every token.
-
-        `pending_ids` (int64, on the device) are the ids of the last tokens of the batch's `pending_rows`.
-        """
-        input_ids, positions = (to_device(array, self.device) for array in (batch.input_ids, batch.positions))
-        if pending_ids is not None:
-            ends = batch.cu_seqlens_q[1:][batch.pending_rows].astype(np.int64) - 1
-            input_ids.index_copy_(0, to_device(ends, self.device), pending_ids)
-        put = self._put
-        context = PagedContext(
-            self._cache,
-            put("slot_mapping", batch.slot_mapping),
-            put("block_tables", batch.block_tables),
-            put("cu_seqlens_q", batch.cu_seqlens_q),
-            put("context_lens", batch.context_lens),
-            prepare_attention(self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, put),
-        )
-        # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
-        every_token |= len(batch.sampling_rows) == len(batch.input_ids)
-        logit_rows = None if every_token else to_device(batch.logit_rows, self.device)
-        return self._model.forward(input_ids, positions, context, logit_rows)
+    def _forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Run a forward pass. Return the logits [R, vocab_size] of the inputs' `logit_rows`, or of every token."""
+        if inputs.use_graph and self._graphs is not None:
+            return self._graphs.run(inputs)
+        return self._model.forward(inputs.input_ids, inputs.positions, inputs.context, inputs.logit_rows)
 
     def _put(self, _: str, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return to_device(array, self.device)
+        return self._buffers.put(array)
 
     def warmup(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent
@@ -257,7 +339,10 @@ class TorchExecutor(Executor):
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-        for name, rows, sampling in warmup_steps(max_num_batched_tokens, max_num_seqs, max_model_len):
+        sizes = (max_num_batched_tokens, max_num_seqs, max_model_len)
+        num_bytes = step_bytes(*sizes, self.layout.num_groups, self.block_size)
+        self._buffers = StepBuffers(self.device, min(num_bytes, MAX_STEP_BYTES))
+        for name, rows, sampling in warmup_steps(*sizes):
             progress(f"{work}: {name}", 0, 1)
             dummies = [self._dummy_row(row, count, start, sampling) for row, (start, count) in enumerate(rows)]
             self.execute(StepPlan(dummies))
@@ -266,6 +351,55 @@ class TorchExecutor(Executor):
         if self.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self.device) - before
+
+    def capture(
+        self, max_rows: int, max_model_len: int, progress: Progress = silent, record: Recorder | None = None
+    ) -> CapturedGraphs | None:
+        """Capture a graph for each of the `graph_sizes`, which overwrites the cache. Call `warmup` first.
+
+        Returns None on a CPU, unless `record` is given. If the model cannot be captured, a warning says why, and the
+        result is None as well: then decodes run without graphs.
+        """
+        if record is None:
+            if self._stream is None:
+                return None
+            record = cuda_recorder(self._stream)
+        self._graphs = None
+        started, before, sizes = time.perf_counter(), self._free_bytes(), graph_sizes(max_rows)
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                blocks = -(-max_model_len // self.block_size)
+                tables = torch.zeros(self.layout.num_groups, sizes[-1], blocks, dtype=torch.int32, device=self.device)
+                graphs = DecodeGraphs(self._model, tables, record)
+                for done, size in enumerate(reversed(sizes)):
+                    progress("capturing CUDA graphs", done, len(sizes))
+                    graphs.capture(self._decode_inputs(size, 0))
+                    graphs.check(self._decode_inputs(size, min(1, max_model_len - 1)))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            reason = error.__context__ or error  # the end of a capture that failed raises another error
+            logger.warning("decodes run without CUDA graphs, which this model does not allow: %s", one_line(reason))
+            return None
+        progress("capturing CUDA graphs", len(sizes), len(sizes))
+        self._graphs = graphs
+        num_bytes = max(0, before - self._free_bytes())
+        return CapturedGraphs(len(sizes), sizes[-1], time.perf_counter() - started, num_bytes)
+
+    def _decode_inputs(self, size: int, position: int) -> ModelInputs:
+        """Return inputs with one real row at `position`. All other rows are padding."""
+        row = self._dummy_row(0, 1, position, _GREEDY)
+        _, inputs = self._pack([row], size)
+        self._buffers.upload()
+        return inputs
+
+    def _free_bytes(self) -> int:
+        """Return the free memory of a GPU after all work, without what torch keeps for later; 0 on a CPU."""
+        if self._stream is None:
+            return 0
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
         """Return a plan of a step whose time is to be measured.

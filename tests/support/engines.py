@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from configs import resolved
+from fake_graphs import capture_fake_graphs
 from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 
 from llmsched.engine.architecture.geometry import kv_geometry
@@ -23,6 +24,8 @@ from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams,
 from llmsched.engine.text.tokenizer import Tokenizer
 
 EOS = 2
+#: Rows of the largest fake graph. Some steps of tests have more.
+MAX_GRAPH = 6
 BLOCK = 16
 #: Engines with too little memory for a few requests.
 SMALL_POOL: dict[str, Any] = {"num_blocks": 14, "headroom": 0.0, "block_size": 16, "max_model_len": 128}
@@ -53,13 +56,14 @@ def make_engine(
     num_blocks: int = 256,
     swap_blocks: int = 0,
     looks_ahead: bool = False,
+    graphs: bool = False,
     clock: Callable[[], float] = time.monotonic,
     **config: Any,
 ) -> Engine:
     """Make a new engine on the shared model of `arch`. `config` has values for its settings.
 
     By default, the engine admits a request if the prompt fits into free memory, without a reserve for the output. So a
-    small pool of blocks leads to preemptions.
+    small pool of blocks leads to preemptions. With `graphs`, decodes run as fake graphs.
     """
     settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
     settings |= {"output_prediction": "none"} | config
@@ -74,6 +78,8 @@ def make_engine(
         layout=layout,
     )
     executor.looks_ahead = looks_ahead
+    if graphs:
+        capture_fake_graphs(executor, MAX_GRAPH, settings["max_model_len"])
     swap = SwapSpace(swap_blocks, executor.kv_cache_bytes // num_blocks)
     settings["swap_space"] = swap_blocks * swap.block_bytes
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))

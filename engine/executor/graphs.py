@@ -1,0 +1,165 @@
+"""CUDA graphs of the forward pass of decodes: the launches of a pass are recorded once and replayed as one launch.
+
+A graph has a fixed number of rows, and each row has one token. A step of decodes is padded to the next larger graph.
+What a graph reads must have the same addresses in every step (see StepBuffers). Its logits do too, so they must be used
+before the next replay. All graphs share one pool of memory, because they never run at the same time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmsched.engine.model.paged import PagedContext, PagedModel
+
+#: Largest norm of the difference between the logits of a graph and of the same pass without it, relative to their norm.
+TOLERANCE = 0.01
+
+_COPIES = frozenset({"to", "_to_copy", "copy_", "cpu", "cuda"})
+_INDEXING = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
+_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+class NotCapturableError(Exception):
+    """Error for a model whose forward pass cannot run as a CUDA graph. The message says why."""
+
+
+class NothingWaits(TorchDispatchMode):
+    """Mode in which operations raise NotCapturableError if the host would have to wait for the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        # Indexing has a tag for the case of a mask, which selects a number of elements that only the device knows.
+        if any(map(_is_mask, args[1])) if name in _INDEXING else not _DEPENDENT.isdisjoint(func.tags):
+            raise NotCapturableError(f"{func} waits for values on the device")
+        result = func(*args, **(kwargs or {}))
+        if name in _COPIES:
+            source = args[1] if name == "copy_" else args[0]
+            if isinstance(source, torch.Tensor) and source.device.type != result.device.type:
+                raise NotCapturableError(f"{func} copies between {source.device.type} and {result.device.type}")
+        return result
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+class ModelInputs(NamedTuple):
+    """Arguments of `PagedModel.forward`.
+
+    `fixed_bytes` are the bytes of StepBuffers that were used before the block tables were put, which are the only
+    array whose size depends on contexts. If `use_graph` is True, the inputs are padded to the size of a graph.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    context: PagedContext
+    logit_rows: torch.Tensor | None
+    fixed_bytes: int
+    use_graph: bool = False
+
+
+class Recording(NamedTuple):
+    """Recorded pass. `replay` queues all of its work again, and then `output` has the results."""
+
+    replay: Callable[[], None]
+    output: torch.Tensor
+
+
+#: Function that runs a pass and returns a recording of it.
+Recorder = Callable[[Callable[[], torch.Tensor]], Recording]
+
+
+def cuda_recorder(stream: torch.cuda.Stream) -> Recorder:
+    """Return a recorder for work on `stream`. All its recordings share one memory pool."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(run: Callable[[], torch.Tensor]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may use CUDA meanwhile, for example to read the free memory.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                output = run()
+        except Exception:
+            # torch leaves its allocator in capture mode, in which it does not free memory, if a capture ends badly.
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            raise
+        return Recording(graph.replay, output)
+
+    return record
+
+
+class _Graph(NamedTuple):
+    """Graph of one size. `run` computes the recorded pass without the graph, from the same tensors."""
+
+    recording: Recording
+    run: Callable[[], torch.Tensor]
+    context: PagedContext
+    fixed_bytes: int
+
+
+class DecodeGraphs:
+    """Graphs of the passes of a model over decodes. Larger graphs should be captured first, to share memory well.
+
+    `tables` [G, rows, blocks] (int32) are the block tables that the graphs read. Rows and blocks are the largest
+    numbers in any step.
+    """
+
+    def __init__(self, model: PagedModel, tables: torch.Tensor, record: Recorder) -> None:
+        self._model, self._tables, self._record = model, tables, record
+        self._graphs: dict[int, _Graph] = {}
+        #: Numbers of rows of the graphs, in ascending order.
+        self.sizes: list[int] = []
+
+    def size_for(self, num_rows: int) -> int | None:
+        """Return the size of the smallest graph that has at least `num_rows` rows; None if all have fewer."""
+        place = bisect_left(self.sizes, num_rows)
+        return self.sizes[place] if place < len(self.sizes) else None
+
+    def capture(self, inputs: ModelInputs) -> None:
+        """Capture a graph for as many rows as `inputs` has.
+
+        First, the pass runs once without a graph, so that all kernels are loaded. Raises NotCapturableError if the pass
+        waits for the device.
+        """
+        size = len(inputs.input_ids)
+        context = replace(inputs.context, block_tables=self._tables[:, :size], works=[*inputs.context.works])
+        run = partial(self._model.forward, inputs.input_ids, inputs.positions, context, None)
+        self._set_tables(inputs)
+        with NothingWaits():
+            run()
+        recording = self._record(run)
+        self._graphs[size] = _Graph(recording, run, context, inputs.fixed_bytes)
+        self.sizes = sorted(self._graphs)
+
+    def run(self, inputs: ModelInputs) -> torch.Tensor:
+        """Return the logits [rows, vocab_size] of a step, which are valid until the next call.
+
+        The inputs must be at the addresses of the inputs with which the graph of this size was captured.
+        """
+        graph = self._graphs[len(inputs.input_ids)]
+        if inputs.fixed_bytes != graph.fixed_bytes:
+            raise RuntimeError(f"a step has arrays of {inputs.fixed_bytes} bytes, its graph of {graph.fixed_bytes}")
+        graph.context.works[:] = inputs.context.works  # on a GPU, these are the same addresses and numbers again
+        self._set_tables(inputs)
+        graph.recording.replay()
+        return graph.recording.output
+
+    def check(self, inputs: ModelInputs) -> None:
+        """Raise NotCapturableError if a graph computes other logits than the same pass without a graph."""
+        found = self.run(inputs)[[0, -1]].float()
+        expected = self._graphs[len(inputs.input_ids)].run()[[0, -1]].float()
+        if (found - expected).norm() > TOLERANCE * expected.norm():
+            raise NotCapturableError("a replayed pass computes other logits")
+
+    def _set_tables(self, inputs: ModelInputs) -> None:
+        tables = inputs.context.block_tables
+        self._tables[:, : tables.shape[1], : tables.shape[2]].copy_(tables)
