@@ -31,7 +31,7 @@ class NotCapturableError(Exception):
     """Error for a model whose forward pass cannot run as a CUDA graph. The message says why."""
 
 
-class NothingWaits(TorchDispatchMode):
+class NothingWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which operations raise NotCapturableError if the host would have to wait for the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,7 +39,10 @@ class NothingWaits(TorchDispatchMode):
         # Indexing has a tag for the case of a mask, which selects a number of elements that only the device knows.
         if any(map(_is_mask, args[1])) if name in _INDEXING else not _DEPENDENT.isdisjoint(func.tags):
             raise NotCapturableError(f"{func} waits for values on the device")
-        result = func(*args, **(kwargs or {}))
+        with self:  # see also the operations of which this one consists
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
+            result = func(*args, **(kwargs or {}))
         if name in _COPIES:
             source = args[1] if name == "copy_" else args[0]
             if isinstance(source, torch.Tensor) and source.device.type != result.device.type:
@@ -98,11 +101,11 @@ def cuda_recorder(stream: torch.cuda.Stream) -> Recorder:
 
 
 class _Graph(NamedTuple):
-    """Graph of one size. `run` computes the recorded pass without the graph, from the same tensors."""
+    """Graph of one size. `run` computes the recorded pass without the graph, from the same tensors and `works`."""
 
     recording: Recording
     run: Callable[[], torch.Tensor]
-    context: PagedContext
+    works: list[Any]
     fixed_bytes: int
 
 
@@ -127,17 +130,19 @@ class DecodeGraphs:
     def capture(self, inputs: ModelInputs) -> None:
         """Capture a graph for as many rows as `inputs` has.
 
-        First, the pass runs once without a graph, so that all kernels are loaded. Raises NotCapturableError if the pass
-        waits for the device.
+        Before, the pass runs twice without a graph: first to raise NotCapturableError if it waits for the device, then
+        to load all kernels.
         """
         size = len(inputs.input_ids)
-        context = replace(inputs.context, block_tables=self._tables[:, :size], works=[*inputs.context.works])
+        works = [*inputs.context.works]
+        context = replace(inputs.context, block_tables=self._tables[:, :size], works=works)
         run = partial(self._model.forward, inputs.input_ids, inputs.positions, context, None)
         self._set_tables(inputs)
-        with NothingWaits():
+        with NothingWaits():  # type: ignore[no-untyped-call]
             run()
+        run()
         recording = self._record(run)
-        self._graphs[size] = _Graph(recording, run, context, inputs.fixed_bytes)
+        self._graphs[size] = _Graph(recording, run, works, inputs.fixed_bytes)
         self.sizes = sorted(self._graphs)
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
@@ -148,7 +153,7 @@ class DecodeGraphs:
         graph = self._graphs[len(inputs.input_ids)]
         if inputs.fixed_bytes != graph.fixed_bytes:
             raise RuntimeError(f"a step has arrays of {inputs.fixed_bytes} bytes, its graph of {graph.fixed_bytes}")
-        graph.context.works[:] = inputs.context.works  # on a GPU, these are the same addresses and numbers again
+        graph.works[:] = inputs.context.works  # on a GPU, these are the same addresses and numbers again
         self._set_tables(inputs)
         graph.recording.replay()
         return graph.recording.output

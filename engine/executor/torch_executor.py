@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +21,8 @@ from llmsched.engine.executor.batch import PackedBatch, pack, split
 from llmsched.engine.executor.buffers import MAX_STEP_BYTES, StepBuffers, step_bytes, to_device
 from llmsched.engine.executor.graphs import DecodeGraphs, ModelInputs, Recorder, cuda_recorder
 from llmsched.engine.executor.host_blocks import HostBlocks
-from llmsched.engine.executor.sampler import (
-    PendingLogprobs,
-    PendingSample,
-    Sampler,
-    collect_logprobs,
-    enqueue_logprobs,
-    parameters_of,
-)
+from llmsched.engine.executor.in_flight import LaunchedPart, LaunchedStep, PackedPart, SampledTokens
+from llmsched.engine.executor.sampler import PendingLogprobs, Sampler, enqueue_logprobs, parameters_of
 from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.engine.kv.layout import KVLayout
@@ -47,84 +38,6 @@ logger = logging.getLogger(__name__)
 
 #: Sampling parameters of rehearsals.
 _GREEDY = SamplingParams(temperature=0)
-
-
-class SampledTokens:
-    """Ids of the tokens that one step samples, on the device. The sequences are known before their ids."""
-
-    def __init__(self) -> None:
-        self._places: dict[Sequence, int] = {}
-        self._ids: list[torch.Tensor] = []
-
-    def add_sequences(self, sequences: ListLike[Sequence]) -> None:
-        """Add N sequences that the step continues."""
-        for sequence in sequences:
-            self._places[sequence] = len(self._places)
-
-    def add_ids(self, token_ids: torch.Tensor) -> None:
-        """Add the ids [N] of the next N sequences, in the order in which the sequences were added."""
-        self._ids.append(token_ids)
-
-    def places(self, sequences: ListLike[Sequence]) -> npt.NDArray[np.int64]:
-        """Return the indices in `ids` of the tokens that continue `sequences`."""
-        return np.array([self._places[sequence] for sequence in sequences], dtype=np.int64)
-
-    def ids(self) -> torch.Tensor:
-        """Return the ids of all sequences."""
-        return self._ids[0] if len(self._ids) == 1 else torch.cat(self._ids)
-
-
-class _PackedPart(NamedTuple):
-    """Part of a step (see `split`) whose arrays are in the StepBuffers.
-
-    `indices` are the numbers of its rows in the step. `sampling` are the sequences of the rows that sample, with their
-    `parameters` (see `Sampler.enqueue`). If rows end with pending tokens, `pending` has the indices of these tokens
-    in `inputs.input_ids`, and their indices among the tokens that the step before sampled.
-    """
-
-    indices: ListLike[int]
-    rows: ListLike[ScheduledRow]
-    batch: PackedBatch
-    inputs: ModelInputs
-    sampling: list[Sequence]
-    parameters: torch.Tensor | None = None
-    pending: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-class _LaunchedPart(NamedTuple):
-    """Part of a launched step (see `split`): the rows of the step with these `indices`.
-
-    `sampling_rows` are the rows of the part that sample, and `sampled` has their tokens. The first `prompt_counts[0]`
-    of the `prompt_logprobs` belong to row 0 of the part, the next `prompt_counts[1]` to row 1, and so on.
-    """
-
-    indices: ListLike[int]
-    sampling_rows: list[int]
-    sampled: PendingSample | None
-    prompt_counts: list[int]
-    prompt_logprobs: list[PendingLogprobs]
-
-    def collect(self) -> list[RowResult]:
-        """Wait for the device and return one result per row."""
-        results = [RowResult() for _ in self.indices]
-        if self.sampled is not None:
-            for index, result in zip(self.sampling_rows, self.sampled.collect(), strict=True):
-                results[index] = result
-        found = collect_logprobs(self.prompt_logprobs)
-        for result, end, count in zip(results, accumulate(self.prompt_counts), self.prompt_counts, strict=True):
-            result.prompt_logprobs = found[end - count : end]
-            if any(math.isnan(each.logprob) for each in result.prompt_logprobs):
-                result.error = "the model computed logits that are not numbers for the prompt of this sequence"
-        return results
-
-
-class _LaunchedStep(NamedTuple):
-    """Step that the device may still be computing. `copies` are stopwatches of copies from and to host memory."""
-
-    num_rows: int
-    parts: list[_LaunchedPart]
-    stopwatch: Stopwatch
-    copies: list[Stopwatch]
 
 
 class TorchExecutor(Executor):
@@ -195,7 +108,7 @@ class TorchExecutor(Executor):
         self.num_blocks = num_blocks
         self.kv_cache_bytes = self._cache.num_bytes
 
-    def launch(self, plan: StepPlan) -> _LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue the work of a step; see `Executor.launch`. On a CPU, this computes the step."""
         self._sampler.forget(plan.finished)
         previous, self._sampled = self._sampled, SampledTokens()
@@ -219,9 +132,9 @@ class TorchExecutor(Executor):
             ]
             stopwatch.stop()
         copies = [] if self._host is None else self._host.take_times()
-        return _LaunchedStep(len(plan.rows), parts, stopwatch, copies)
+        return LaunchedStep(len(plan.rows), parts, stopwatch, copies)
 
-    def collect(self, pending: _LaunchedStep) -> StepResult:
+    def collect(self, pending: LaunchedStep) -> StepResult:
         """Wait for the results of a step. `elapsed` is the device's time for it, without waiting in the queue."""
         results = [RowResult() for _ in range(pending.num_rows)]
         for part in pending.parts:
@@ -250,14 +163,14 @@ class TorchExecutor(Executor):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _pack_part(self, part: ListLike[tuple[int, ScheduledRow]], previous: SampledTokens) -> _PackedPart:
+    def _pack_part(self, part: ListLike[tuple[int, ScheduledRow]], previous: SampledTokens) -> PackedPart:
         """Put the arrays of a part into the StepBuffers. Nothing is queued on the device."""
         indices, rows = zip(*part, strict=True)
         decodes = all(row.sample and row.num_tokens == 1 for row in rows)
         size = self._graphs.size_for(len(rows)) if decodes and self._graphs is not None else None
         batch, inputs = self._pack(rows, size)
         sampling = [rows[index].sequence for index in batch.sampling_rows]
-        packed = _PackedPart(indices, rows, batch, inputs, sampling)
+        packed = PackedPart(indices, rows, batch, inputs, sampling)
         if sampling:
             self._sampled.add_sequences(sampling)
             packed = packed._replace(parameters=self._buffers.put(parameters_of(sampling)))
@@ -281,9 +194,7 @@ class TorchExecutor(Executor):
         input_ids, positions = buffers.put(batch.input_ids), buffers.put(batch.positions)
         slots = buffers.put(batch.slot_mapping)
         lengths = buffers.put(batch.cu_seqlens_q), buffers.put(batch.context_lens)
-        works = prepare_attention(
-            self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, self._put
-        )
+        works = prepare_attention(self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, self._put)
         fixed_bytes = buffers.num_used
         context = PagedContext(self._cache, slots, buffers.put(batch.block_tables), *lengths, works)
         # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
@@ -291,7 +202,7 @@ class TorchExecutor(Executor):
         logit_rows = None if every_token else buffers.put(batch.logit_rows)
         return batch, ModelInputs(input_ids, positions, context, logit_rows, fixed_bytes, size is not None)
 
-    def _launch_part(self, packed: _PackedPart, previous: SampledTokens, current: SampledTokens) -> _LaunchedPart:
+    def _launch_part(self, packed: PackedPart, previous: SampledTokens, current: SampledTokens) -> LaunchedPart:
         """Queue the work of a part whose arrays are in the StepBuffers."""
         batch, sampling = packed.batch, packed.sampling
         self._buffers.upload()
@@ -314,7 +225,7 @@ class TorchExecutor(Executor):
                 wanted += [row.sequence.sampling.prompt_logprobs or 0] * count
             token_ids = to_device(np.array(targets, dtype=np.int64), self.device)
             prompt_logprobs = enqueue_logprobs(logits[len(sampling) :], token_ids, wanted, self._logits_at_once)
-        return _LaunchedPart(packed.indices, batch.sampling_rows, sampled, batch.prompt_counts, prompt_logprobs)
+        return LaunchedPart(packed.indices, batch.sampling_rows, sampled, batch.prompt_counts, prompt_logprobs)
 
     def _forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Run a forward pass. Return the logits [R, vocab_size] of the inputs' `logit_rows`, or of every token."""

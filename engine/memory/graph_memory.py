@@ -22,7 +22,7 @@ LAYER_BYTES = 512 << 10
 class CapturedGraphs(NamedTuple):
     """Graphs that were captured: their number, the rows of the largest, the time it took, and their bytes."""
 
-    count: int
+    num_graphs: int
     max_rows: int
     seconds: float
     num_bytes: int

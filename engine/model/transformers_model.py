@@ -37,6 +37,7 @@ class TransformersModel:
         self.layers = [call.shape for call in self.calls]
         self.attention = [call.attention for call in self.calls]
         set_attention(model, IMPLEMENTATION)
+        turn_off_checks(model)
         self._model = model
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -53,6 +54,27 @@ class TransformersModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits if self._selects_logits or logit_rows is None else logits[logit_rows]
+
+
+def turn_off_checks(model: PreTrainedModel) -> None:
+    """Turn off code of the model that waits for the device in every pass without changing the result.
+
+    It looks for padding tokens, and compares positions with the length at which rotary embeddings change, which no
+    request exceeds (see `rotary_limit`).
+    """
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            module.rope_type = {layer: _constant(kind) for layer, kind in kinds.items()}
+        elif isinstance(kinds, str):
+            module.rope_type = _constant(kinds)
+
+
+def _constant(kind: str) -> str:
+    return "default" if kind == "longrope" or "dynamic" in kind else kind
 
 
 def attention_forward(
