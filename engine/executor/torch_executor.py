@@ -252,7 +252,7 @@ class TorchExecutor(Executor):
             before = torch.cuda.memory_allocated(self.device)
         sizes = (max_num_batched_tokens, max_num_seqs, max_model_len)
         num_bytes = step_bytes(*sizes, self.layout.num_groups, self.block_size)
-        self._buffers = StepBuffers(self.device, min(num_bytes, MAX_STEP_BYTES))
+        self._buffers, self._graphs = StepBuffers(self.device, min(num_bytes, MAX_STEP_BYTES)), None
         for name, rows, sampling in warmup_steps(*sizes):
             progress(f"{work}: {name}", 0, 1)
             dummies = [self._dummy_row(row, count, start, sampling) for row, (start, count) in enumerate(rows)]

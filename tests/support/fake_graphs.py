@@ -44,10 +44,12 @@ class FakeRecorder:
         return Recording(replay, output)
 
 
-def capture_fake_graphs(executor: TorchExecutor, max_rows: int, max_model_len: int) -> FakeRecorder:
+def capture_fake_graphs(
+    executor: TorchExecutor, max_rows: int, max_model_len: int, buffers: type[StepBuffers] = PoisonedBuffers
+) -> FakeRecorder:
     """Let the executor run decodes of up to `max_rows` rows as fake graphs with poisoned memory."""
     recorder = FakeRecorder()
-    executor._buffers = PoisonedBuffers(executor.device, 1 << 16)
+    executor._buffers = buffers(executor.device, 1 << 16)
     assert executor.capture(max_rows, max_model_len, record=recorder) is not None
     graphs = executor._graphs
     assert graphs is not None
@@ -58,7 +60,6 @@ def capture_fake_graphs(executor: TorchExecutor, max_rows: int, max_model_len: i
         set_tables(inputs)
 
     graphs._set_tables = poison_and_set  # type: ignore[method-assign]
-    executor._cache.keys[0].zero_(), executor._cache.values[0].zero_()
     recorder.replays.clear()
     executor.recorder = recorder  # type: ignore[attr-defined]
     return recorder

@@ -1,0 +1,135 @@
+"""Capture of graphs: every size is captured, and a model that cannot be captured runs without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_graphs import FakeRecorder, capture_fake_graphs
+from stepping import Stepper, make_sequence
+from tiny_models import build_model
+
+from llmsched.engine.executor.graphs import NotCapturableError, NothingWaits, Recording
+from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.memory.graph_memory import graph_sizes
+from llmsched.kernels.dispatch import num_compiled
+
+MAX_ROWS, LENGTH = 70, 16
+
+
+def make_executor() -> TorchExecutor:
+    sizes: dict[str, Any] = {"num_blocks": MAX_ROWS * 4, "block_size": 4, "kv_dtype": torch.float32}
+    return TorchExecutor(build_model("llama", seed=5, num_hidden_layers=1), **sizes, device="cpu")
+
+
+def test_every_number_of_decodes_runs_in_the_smallest_graph_without_compilation() -> None:
+    executor = make_executor()
+    executor.warmup(MAX_ROWS, MAX_ROWS, LENGTH)
+    recorder = capture_fake_graphs(executor, MAX_ROWS, LENGTH)
+    sizes = graph_sizes(MAX_ROWS)
+    assert executor._graphs is not None
+    assert executor._graphs.sizes == sizes
+    before = num_compiled()
+    for rows in range(1, MAX_ROWS + 1):
+        stepper = Stepper(executor, [make_sequence(str(row), [row, 5], seed=row) for row in range(rows)], LENGTH)
+        stepper.computed = [1] * rows
+        stepper.step((1,))
+    assert recorder.replays == [min(size for size in sizes if size >= rows) for rows in range(1, MAX_ROWS + 1)]
+    assert num_compiled() == before
+
+
+def test_padding_writes_no_keys_and_values() -> None:
+    executor = make_executor()
+    capture_fake_graphs(executor, 4, LENGTH)
+    executor._cache.keys[0].fill_(7)
+    executor._cache.values[0].fill_(7)
+    stepper = Stepper(executor, [make_sequence(str(row), [5]) for row in range(3)], 4)
+    stepper.generate(1)
+    written = {(block, 0) for block in stepper.tables.flatten().tolist()}
+    for tensor in (executor._cache.keys[0], executor._cache.values[0]):
+        assert {(block, cell) for block, _, cell, _ in (tensor != 7).nonzero().tolist()} == written
+
+
+def replay_nothing(run: Callable[[], torch.Tensor]) -> Recording:
+    """Record a pass that bakes the values of its inputs in."""
+    return Recording(lambda: None, run())
+
+
+def not_permitted(run: Callable[[], torch.Tensor]) -> Recording:
+    try:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    finally:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [(replay_nothing, "a replayed pass computes other logits"), (not_permitted, "operation not permitted when stream")],
+)
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
+    record: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make_executor()
+    assert executor.capture(MAX_ROWS, LENGTH, record=record) is None
+    (warning,) = caplog.messages
+    assert warning.startswith("decodes run without CUDA graphs")
+    assert reason in warning
+    sequences = [make_sequence(str(row), [5, row]) for row in range(3)]
+    expected = Stepper(make_executor(), sequences, LENGTH).generate(5)
+    assert Stepper(executor, [make_sequence(str(row), [5, row]) for row in range(3)], LENGTH).generate(5) == expected
+
+
+def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    executor, recorder = make_executor(), FakeRecorder()
+    forward = executor._model.forward
+
+    def looking(input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        assert input_ids.max() >= 0
+        return forward(input_ids, *others)
+
+    executor._model.forward = looking  # type: ignore[method-assign]
+    assert executor.capture(MAX_ROWS, LENGTH, record=recorder) is None
+    assert "waits for values on the device" in caplog.messages[0]
+    assert not recorder.replays
+
+
+def test_running_out_of_memory_is_left_to_the_caller() -> None:
+    def record(run: Callable[[], torch.Tensor]) -> Recording:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        make_executor().capture(MAX_ROWS, LENGTH, record=record)
+
+
+IDS = torch.tensor([3, 1, 2])
+WAITING: dict[str, Callable[[], Any]] = {
+    "item": IDS[0].item,
+    "truth": lambda: bool(IDS.max() > 2),
+    "nonzero": IDS.nonzero,
+    "where": lambda: torch.where(IDS > 1),
+    "selection by a mask": lambda: IDS[IDS > 1],
+    "assignment by a mask": lambda: IDS.clone().__setitem__(IDS > 1, 3),
+    "masked_select": lambda: IDS.masked_select(IDS > 1),
+    "unique": IDS.unique,
+    "bincount": IDS.bincount,
+    "repetition": lambda: IDS.repeat_interleave(IDS),
+    "comparison": lambda: torch.equal(IDS, IDS),
+    "range": lambda: torch.arange(IDS[0]),
+    "copy from the host": lambda: torch.tensor([1.0]).to("meta"),
+    "copy into a tensor": lambda: torch.empty(3, dtype=torch.int64, device="meta").copy_(IDS),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_operations_that_wait_are_found(name: str) -> None:
+    with torch.inference_mode(), NothingWaits(), pytest.raises(NotCapturableError):
+        WAITING[name]()
+
+
+def test_operations_that_do_not_wait_are_allowed() -> None:
+    with torch.inference_mode(), NothingWaits():
+        weights = torch.ones(3, 4)
+        found = torch.where(IDS > 1, weights.sum(1), 0.0)[IDS - 1].to(torch.bfloat16)
+        assert torch.nn.functional.linear(weights, weights, found.float()).shape == (3, 3)
