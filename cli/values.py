@@ -1,4 +1,4 @@
-"""Parsers of quantities such as "800ms", "24GiB", "8k" and "90%". They raise LlmschedError for an invalid text."""
+"""Parsers of quantities such as "800ms", "24GiB", "8k" and "90%". Each raises LlmschedError for an invalid text."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def rates_of(run: RunRecord, done: Sequence[ServedRequest], workload: Load) -> R
 
 
 def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest]) -> Window | None:
-    """Return the start and end of the steady state, on the clock of the records; None if it is too short.
+    """Return the start and end of the steady state, on the clock of the records; None if the state is too short.
 
     The steady state starts one median E2E after the start of the run, when about as many requests end as are sent. It
     ends when, after all requests were sent, the next one ends.

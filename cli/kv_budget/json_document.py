@@ -1,4 +1,4 @@
-"""JSON documents of kv-budget, in bytes, tokens or blocks. The terminal report takes its figures from them."""
+"""JSON documents of kv-budget, in bytes, tokens or blocks. The terminal report shows the same figures."""
 
 from __future__ import annotations
 

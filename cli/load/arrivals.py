@@ -1,6 +1,6 @@
 """Random arrival times, by time rescaling of an inhomogeneous Poisson process.
 
-Request k is due when the integral of the rate reaches the k-th arrival at a mean rate of 1.
+Request k is due when the integral of the rate equals the k-th time of a process with a mean rate of 1.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Arrivals:
     def offsets(self, generator: np.random.Generator, count: int | None, duration: float | None) -> Times:
         """Return the times of requests in seconds after the start, in ascending order from 0.
 
-        At most `count` requests are due, all before `duration` seconds; one of the two may be None. A ramp ends at
-        `duration` or, without a duration, with the last request.
+        At most `count` requests are due, all before `duration` seconds; `count` or `duration` may be None. A ramp ends
+        at `duration` or, without a duration, with the last request.
         """
         if duration is None:
             if count is None:

@@ -130,7 +130,7 @@ class ChoiceFormat(ABC):
         """Add log-probabilities and the echoed prompt to `delta`. `prompt` is given for a choice's first delta only."""
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
-        """Return the delta as a choice for a chunk of a stream, or None if it has nothing to send."""
+        """Return the delta as a choice for a chunk of a stream, or None if the delta adds nothing."""
         has_content = delta.text or delta.finish_reason or any((delta.logprobs or {}).values())
         if not has_content and not (self.request.return_token_ids and delta.token_ids):
             return None

@@ -72,7 +72,7 @@ class Preparer:
         yield [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
     def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """Return the token ids of a chat. Raises RequestError if it is surely too long or the template refuses it."""
+        """Return the token ids of a chat. Raises RequestError if the chat cannot fit or the template refuses it."""
 
         def check(text: str) -> None:
             self._refuse_surely_too_long(text, "messages")
@@ -80,7 +80,7 @@ class Preparer:
         return render_chat(self._tokenizer, messages, check, **options)
 
     def token_ids(self, prompt: Prompt, parse_special: bool = True, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt. Raises RequestError if it is surely too long or not valid Unicode."""
+        """Return the token ids of a prompt. Raises RequestError if the prompt cannot fit or is not valid Unicode."""
         if not isinstance(prompt, str):
             return prompt
         check_unicode(prompt, "prompt")

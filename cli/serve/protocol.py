@@ -119,7 +119,7 @@ class StreamOptions(Schema):
 
 
 class ModelRequest(Schema):
-    """Request to a model. Without `model`, it goes to the served model."""
+    """Request to a model. A request without `model` goes to the served model."""
 
     model: str | None = None
 
@@ -163,7 +163,7 @@ class GenerationRequest(ModelRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """Maximum number of output tokens, given by either of two fields; None if neither is given."""
+        """Maximum number of output tokens: max_completion_tokens or max_tokens; None if neither is given."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def sampling_fields(self) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _joined(content: Any) -> str:
 
 
 def _usage(usage: dict[str, Any], before: ReportedUsage) -> ReportedUsage:
-    """Return the token counts of a usage object, or those of `before` where the object has none."""
+    """Return the token counts of a usage object. Missing counts are taken from `before`."""
     details = usage.get("prompt_tokens_details")
     output = _count(usage.get("completion_tokens"), before.output_tokens)
     if output is not None and output > _MAX_TOKENS:

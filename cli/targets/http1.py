@@ -273,7 +273,7 @@ class TransportPool:
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[httpx.AsyncBaseTransport]:
-        """Lend a transport while the block runs. Requests run on the same transport only if it is shared."""
+        """Lend a transport while the block runs. A transport that is not shared runs one request at a time."""
         if self._shared is not None:
             yield self._shared
             return

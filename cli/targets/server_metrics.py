@@ -59,7 +59,7 @@ class ServerMetrics:
         return MemoryParts(*known) if len(known) == len(parts) else None
 
     def sample(self, time: float) -> TargetState | None:
-        """Return the server's state at `time`, or None if it does not report running and waiting requests."""
+        """Return the server's state at `time`, or None if the server does not report running and waiting requests."""
         running, waiting = self._first(_RUNNING), self._first(_WAITING)
         if running is None or waiting is None:
             return None

@@ -16,8 +16,8 @@ from llmsched.cli.tune.tuning import TuneOutcome
 def gain(outcome: TuneOutcome) -> float | None:
     """Return the gain of the best setting over the default, for example 0.1 for 10 %.
 
-    The gain compares the knees or, if one is unknown, the rates that the search maximises. Return None if no setting is
-    feasible or the default's rate is unknown.
+    The gain compares the knees or, if a knee is unknown, the rates that the search maximises. Return None if no setting
+    is feasible or the default's rate is unknown.
     """
     history, rates, best = outcome.history, outcome.rates, best_trial(outcome.history)
     if best is None:

@@ -80,7 +80,9 @@ class Ranking:
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
 
     def settled(self, settings: Sequence[Setting]) -> bool:
-        """Return True if, with 95 % confidence, no score is above that of `best` by more than the share REGRET."""
+        """Return True if, with 95 % confidence, the score of `best` is at most the share REGRET below the highest
+        score.
+        """
         best = self.best(settings)
         quantile = _T95[max(dof for dof in _T95 if dof <= self._dof)] if self._dof else math.inf
         return all(

@@ -38,7 +38,7 @@ def preferred(equals: Sequence[Trial], default: Setting) -> Trial:
 
 
 def leading_trial(history: TrialHistory) -> Trial | None:
-    """Return the feasible trial with the highest score, ignoring noise, or else the one that misses SLOs by least."""
+    """Return the feasible trial with the highest score, ignoring noise, or else the trial nearest to the SLOs."""
     feasible = contenders(history)
     return feasible[history.ranking().ranked(list(feasible))[0]] if feasible else nearest_miss(history)
 
@@ -53,14 +53,14 @@ def relative_scores(history: TrialHistory) -> dict[Setting, float]:
 
 
 def missed_trials(history: TrialHistory) -> list[Trial]:
-    """Return the trials that missed an SLO without a failure, in the order of how far they missed it."""
+    """Return the trials that missed an SLO without a failure, the nearest to the SLOs first."""
     worked = [setting for setting, runs in history.runs.items() if runs and not any(run.problem for run in runs)]
     missed = [trial for trial in map(history.trial, worked) if not trial.feasible]
     return sorted(missed, key=lambda trial: trial.miss)
 
 
 def nearest_miss(history: TrialHistory) -> Trial | None:
-    """Return the trial that missed the SLOs by least, or None if no trial missed one. Only the longest runs count."""
+    """Return the trial that missed the SLOs by least, or None if no trial missed them. Only the longest runs count."""
     missed = missed_trials(history)
     longest = max((trial.longest_run for trial in missed), default=0)
     return next((trial for trial in missed if trial.longest_run == longest), None)

@@ -67,8 +67,8 @@ class TrialLoad(NamedTuple):
 class EngineRunner(TrialRunner):
     """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it has failed.
 
-    Every run starts with an empty prefix cache. All settings of a round get the same prompts, and each round new ones.
-    `predict` stops at `deadline`, a time of time.monotonic.
+    Every run starts with an empty prefix cache. The prompts are the same for all settings of a round, and new in each
+    round. `predict` stops at `deadline`, a time of time.monotonic.
     """
 
     deadline = math.inf

@@ -97,7 +97,7 @@ def run_of(
     peak_running: int = 0,
     seconds: float = 0.0,
 ) -> TrialRun:
-    """Reduce a measurement of at most the first `requests` requests of a load to the run of a setting."""
+    """Return the run of a setting, with the figures of a measurement of at most `requests` requests."""
     counts, memory, steady = measured.requests, measured.memory, measured.rates.output_tokens_steady
     total = counts.completed + counts.failed
     attainment = measured.goodput.attainment if measured.goodput else {}

@@ -28,7 +28,7 @@ def show(outcome: TuneOutcome, *, definitions: bool) -> None:
 
 
 def say_profile(outcome: TuneOutcome, profile: Path | None) -> None:
-    """Print where the profile is and the command that uses it, or how to get one if none was written."""
+    """Print the path of the profile and the command that uses it, or else how to get a profile."""
     if profile is None and best_trial(outcome.history) is not None:
         render.say("no profile was written; to save these settings, run the command again with --output NAME")
     if profile is not None:

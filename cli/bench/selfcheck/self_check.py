@@ -252,7 +252,7 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 
 
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
-    """Compare the figures of a probe with those from the server's log. `held_up` is the longest delay in seconds."""
+    """Compare the figures of a probe with figures from the server's log. `held_up` is the longest delay in seconds."""
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
         counts = [("completed", 1, figures.requests.completed), ("failed", len(expected), figures.requests.failed)]

@@ -50,7 +50,7 @@ class Row:
         self._where = f"{path}, {word} {line}"
 
     def inside(self, values: Mapping[str, Any]) -> Row:
-        """Return a record on the same line with other values, such as those of a nested object."""
+        """Return a record on the same line with other values, such as the values of a nested object."""
         inner = copy(self)
         inner.values = values
         return inner
@@ -59,7 +59,7 @@ class Row:
         return TraceError(f"{self._where}: {message}")
 
     def length(self, name: str) -> int:
-        """Return a field as a number of tokens. Raises TraceError unless it is whole and from 0 to MOST_TOKENS."""
+        """Return a field, which must be a whole number of tokens from 0 to MOST_TOKENS. Raises TraceError."""
         value = self.values.get(name)
         try:
             count = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan

@@ -41,7 +41,7 @@ class Timestamp:
 
 
 def read_timestamp(row: Row, name: str) -> Timestamp:
-    """Return the timestamp in the field `name`. Raises TraceError unless it is a number of 0 or more, or a date."""
+    """Return the timestamp in the field `name`, which must be a date or a number of 0 or more. Raises TraceError."""
     value = row.values.get(name)
     text = str(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else ""
     stamp = Timestamp(math.nan)

@@ -44,7 +44,7 @@ class TraceRequest:
         return len(self.content.words) if self.content is not None else self.input_len or 0
 
     def answer_len(self, count: Callable[[str], int] = lambda text: len(text.split())) -> int | None:
-        """Return the length of the answer in tokens, or None if it is unknown. `count` counts the tokens of a text."""
+        """Return the length of the answer in tokens, or None if unknown. `count` counts the tokens of a text."""
         return self.output_len if self.output_len is not None or self.answer is None else count(self.answer)
 
 
