@@ -47,7 +47,7 @@ class Generation:
         self._head = {"created": int(time.time()), "model": model_name}
         #: The latest output of each choice, by prompt index and choice index.
         self._latest: dict[tuple[int, int], RequestOutput] = {}
-        #: What is sent before and after the text of a chunk that has nothing but text, for each choice that has begun.
+        #: Bytes before and after the text of a chunk that has nothing but text, for each choice that has begun.
         self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self._streams: list[RequestStream] = []
         self._ready = asyncio.Event()
