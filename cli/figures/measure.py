@@ -26,8 +26,6 @@ _SAMPLES_BEYOND = 10
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Numbers of requests."""
-
     completed: int
     failed: int
     failures: dict[str, int]  # number by reason

@@ -163,7 +163,7 @@ class TextPrompt(Prompt):
 
 
 def repeated_share(prompts: Iterable[Prompt]) -> float:
-    """Return the share of prompt tokens (bytes of texts) that an unlimited, at first empty prefix cache could serve."""
+    """Return the share of prompt tokens that an unlimited prefix cache, empty at first, could serve."""
     keys = sorted((prompt.content_key for prompt in prompts), key=lambda key: (isinstance(key, bytes), key))
     sizes = [len(key) if isinstance(key, bytes) else sum(part.length for part in key) for key in keys]
     return sum(_common(one, other) for one, other in pairwise(keys)) / max(1, sum(sizes))
