@@ -25,8 +25,8 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 Int32 = npt.NDArray[np.int32]
-#: Function that copies a named array to the device and returns the copy.
-Put = Callable[[str, npt.NDArray[np.generic]], Tensor]
+#: Function that copies an array to the device and returns the copy.
+Put = Callable[[npt.NDArray[np.generic]], Tensor]
 
 
 class AttentionShape(NamedTuple):
@@ -119,7 +119,7 @@ def prepare_attention(
     """Return for each layer what `paged_attention` takes as `work`; layers of the same shape share an object.
 
     `cu_seqlens_q` and `context_lens` are on the host. `put` copies arrays to `device`. If each of B sequences has one
-    new token, the names and shapes of these arrays depend only on B and `layers`. Then the launches of
+    new token, the number and the shapes of these arrays depend only on B and `layers`. Then the launches of
     `paged_attention` depend on nothing else, so a CUDA graph can replay them over new contents of the same arrays.
 
     The reference has nothing to prepare.

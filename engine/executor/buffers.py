@@ -15,6 +15,9 @@ ALIGNMENT = 16
 #: Largest block for the arrays of a step. Larger steps, with many long contexts, take more than one copy.
 MAX_STEP_BYTES = 16 << 20
 
+#: Bytes for the empty work items of attention: 12 KB for each kind of layer, if all heads share one KV head.
+WORK_BYTES = 1 << 16
+
 _TYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -81,7 +84,7 @@ class StepBuffers:
 def step_bytes(num_tokens: int, num_seqs: int, max_context: int, num_groups: int, block_size: int) -> int:
     """Return the bytes of the arrays of the largest step, with room for the work lists of attention."""
     tables = 4 * num_groups * num_seqs * -(-max_context // block_size)
-    return tables + num_tokens * (64 + 8 * num_groups) + num_seqs * 128 + 4096
+    return tables + num_tokens * (64 + 8 * num_groups) + num_seqs * 128 + WORK_BYTES
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -194,7 +193,9 @@ class TorchExecutor(Executor):
         input_ids, positions = buffers.put(batch.input_ids), buffers.put(batch.positions)
         slots = buffers.put(batch.slot_mapping)
         lengths = buffers.put(batch.cu_seqlens_q), buffers.put(batch.context_lens)
-        works = prepare_attention(self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, self._put)
+        works = prepare_attention(
+            self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, buffers.put
+        )
         fixed_bytes = buffers.num_used
         context = PagedContext(self._cache, slots, buffers.put(batch.block_tables), *lengths, works)
         # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
@@ -232,9 +233,6 @@ class TorchExecutor(Executor):
         if inputs.use_graph and self._graphs is not None:
             return self._graphs.run(inputs)
         return self._model.forward(inputs.input_ids, inputs.positions, inputs.context, inputs.logit_rows)
-
-    def _put(self, _: str, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return self._buffers.put(array)
 
     def warmup(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent

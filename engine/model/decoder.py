@@ -157,11 +157,11 @@ class FusedDecoder:
         for model in (plain, self):
             cache = KVCache.allocate(self.layers, 1, KVLayout(count), self._dtype, device)
             bounds, contexts = np.array([0, count], np.int32), np.array([count], np.int32)
-            put: Put = lambda _, array: torch.tensor(array, device=device)  # noqa: E731
+            put: Put = lambda array: torch.tensor(array, device=device)  # noqa: E731
             works = prepare_attention(self.attention, bounds, contexts, device, put)
             tables = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
             with torch.inference_mode():
-                lengths = put("bounds", bounds), put("contexts", contexts)
+                lengths = put(bounds), put(contexts)
                 context = PagedContext(cache, positions[None], tables, *lengths, works)
                 logits.append(model.forward(ids, positions, context, None).float())
         expected, found = logits

@@ -1,17 +1,14 @@
 """Paged attention of packed batches for CUDA, after FlashAttention-2 and flash-decoding.
 
-Each program computes one tile: consecutive queries of one sequence, with all query heads that share one KV head. So
-even in a decode, the query heads fill the rows of a tensor-core product.
-
-Each program finds the sequence of its tile on the device, so the host never waits for the lengths. The tiles of
-sequence b have the numbers from cu_seqlens_q[b] // TILE_QUERIES + b on, so there are enough numbers for the tiles of
-earlier sequences. Programs whose number belongs to no tile end at once. If a batch has few tiles, the keys of each tile
-are divided into splits for separate programs, and `join_kernel` joins their results.
+A tile is consecutive queries of one sequence, with all query heads that share one KV head. So even in a decode, the
+query heads fill the rows of a tensor-core product. A work item is one tile with some of its keys. The host lists the
+items of a step (see `tiling`), and each program computes one item for one KV head. A tile whose keys are divided among
+several items has scratch memory for the result of each, a slot, and `join_kernel` joins these results.
 """
 
 # Triton code has no Python types. Names in capitals are compile-time constants.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -22,54 +19,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """Return the index of the sequence to which the tile number `tile` belongs, by binary search.
+def begin_softmax(sinks, heads, real, is_first, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """Return each row's maximum and sum of exponentials before the first key.
 
-    This is the last sequence whose first tile has a number of at most `tile`.
+    A sink is a key without a value. Only the first item of a tile has it.
     """
-    low = tl.full([], 0, tl.int32)
-    high = num_sequences.to(tl.int32)
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens_q + middle) // TILE_QUERIES + middle <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
-
-
-@triton.jit
-def locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES: tl.constexpr):
-    """Return (sequence, its first token, its number of queries, first query of the tile).
-
-    The first query of the tile is counted from the sequence's first query.
-    """
-    sequence = find_sequence(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
-    first_token = tl.load(cu_seqlens_q + sequence)
-    q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token
-    return sequence, first_token, q_len, (tile - (first_token // TILE_QUERIES + sequence)) * TILE_QUERIES
-
-
-@triton.jit
-def split_range(first_position, num_queries, split, splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key of a split, and the position after its last key.
-
-    The tile has `num_queries` consecutive queries, the first at `first_position`.
-    """
-    first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
-    end_key = first_position + num_queries
-    length = tl.cdiv(tl.cdiv(end_key - first_key, BLOCK_N), splits) * BLOCK_N
-    begin = first_key + split * length
-    return begin, tl.minimum(begin + length, end_key)
-
-
-@triton.jit
-def begin_softmax(sinks, heads, real, split, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """Return each row's maximum and sum of exponentials before the first key. A sink is a key without a value."""
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # noqa: SIM102  (SINKS is decided at compile time)
-        if split == 0:
+        if is_first != 0:
             maximum = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
             total = tl.full([BLOCK_M], 1.0, tl.float32)
     return maximum, total
@@ -183,7 +141,7 @@ def attend_keys(
     value_cache,
     table,
     kv_head,
-    split,
+    is_first,
     sinks,
     slopes,
     begin,
@@ -212,7 +170,7 @@ def attend_keys(
         other=0.0,
     )
     accumulator = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    maximum, total = begin_softmax(sinks, heads, real, split, BLOCK_M, SINKS)
+    maximum, total = begin_softmax(sinks, heads, real, is_first, BLOCK_M, SINKS)
     falling = maximum
     if SLOPES:
         falling = tl.load(slopes + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
@@ -232,59 +190,24 @@ def attend_keys(
     return accumulator, maximum, total
 
 
-@triton.jit
-def store_rows(
-    output,
-    stats,
-    accumulator,
-    maximum,
-    total,
-    lines,
-    real,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Store the outputs of the `real` rows (others are padding) at their `lines`. A line is one head of one token.
-
-    If SPLIT, outputs are not divided by the sum of exponentials, and `stats` gets each row's maximum and sum.
-    """
-    value_dims = tl.arange(0, BLOCK_V)
-    if SPLIT:
-        tl.store(stats + lines * 2, maximum, mask=real)
-        tl.store(stats + lines * 2 + 1, total, mask=real)
-    else:
-        accumulator = accumulator / total[:, None]
-    tl.store(
-        output + lines[:, None] * VALUE_DIM + value_dims[None, :],
-        accumulator.to(output.dtype.element_ty),
-        mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
-    )
-
-
 # Arguments that change from batch to batch must not cause new compilations.
-@triton.jit(
-    do_not_specialize=["num_sequences", "max_blocks", "splits"],
-    do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "context_lens"],
-)
+@triton.jit(do_not_specialize=["max_blocks"], do_not_specialize_on_alignment=["block_tables", "items"])
 def attend_kernel(
-    output,  # [T, heads, VALUE_DIM]; if SPLIT: [T, heads, splits, VALUE_DIM] float32
-    stats,  # [T, heads, splits, 2] float32: maximum (log2) and sum of exponentials; unused unless SPLIT
+    output,  # [T, heads, VALUE_DIM]
+    parts,  # [slots, KV_HEADS, BLOCK_M, VALUE_DIM] float32: outputs that are not divided by the sum of exponentials
+    stats,  # [slots, KV_HEADS, BLOCK_M, 2] float32: maximum (log2) and sum of exponentials
     query,  # [T, heads, HEAD_DIM]
     key_cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     value_cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, VALUE_DIM]
-    block_tables,  # [num_sequences, max_blocks]
-    cu_seqlens_q,  # [num_sequences + 1]
-    context_lens,  # [num_sequences]
+    block_tables,  # [B, max_blocks]
+    items,  # [W, 8], see `tiling.Item`
     sinks,  # [heads]; unused unless SINKS
     slopes,  # [heads]; unused unless SLOPES
     scale,
     softcap,
     query_stride,  # elements from token to token and from head to head
     head_stride,
-    num_sequences,
     max_blocks,
-    splits,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -298,65 +221,92 @@ def attend_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
-    """Compute the attention of one tile and KV head over one split of the keys.
+    """Compute one item for one KV head. The program id is item x KV_HEADS + KV head, so that long items start first.
 
-    The program ids are the numbers of the tile, the KV head and the split. Row m of a tile is query m // GROUP of the
-    tile and query head m % GROUP of the KV head.
+    Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
     """
-    TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence, first_token, q_len, tile_start = locate_tile(cu_seqlens_q, tile, num_sequences, TILE_QUERIES)
-    if tile_start >= q_len:
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = items + tl.program_id(0) // KV_HEADS * 8
+    sequence, first_token, num_queries = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    first_position, begin, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    slot, is_first = tl.load(item + 6), tl.load(item + 7)
+    if num_queries == 0:
         return
 
     rows = tl.arange(0, BLOCK_M)
-    queries = tile_start + rows // GROUP
-    real = (queries < q_len) & (rows < TILE_QUERIES * GROUP)
-    tokens, heads = (first_token + queries).to(tl.int64), kv_head * GROUP + rows % GROUP
-    first_position = tl.load(context_lens + sequence) - q_len + tile_start
+    real = rows < num_queries * GROUP
+    tokens = (first_token + rows // GROUP).to(tl.int64)
+    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     positions = first_position + rows // GROUP
-    num_queries = tl.minimum(TILE_QUERIES, q_len - tile_start)
-    begin, end = split_range(first_position, num_queries, split, splits, BLOCK_N, WINDOW)
     table = block_tables + sequence.to(tl.int64) * max_blocks
     accumulator, maximum, total = attend_keys(
-        query, query_stride, head_stride, tokens, heads, real, positions, key_cache, value_cache, table, kv_head, split,
-        sinks, slopes, begin, end, first_position, scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M,
-        BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP, SINKS, SLOPES,
+        query, query_stride, head_stride, tokens, heads, real, positions, key_cache, value_cache, table, kv_head,
+        is_first, sinks, slopes, begin, end, first_position, scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP, SINKS, SLOPES,
     )  # fmt: skip
-    lines = (tokens * KV_HEADS * GROUP + heads) * splits + split
-    store_rows(output, stats, accumulator, maximum, total, lines, real, VALUE_DIM, BLOCK_V, SPLIT)
+    value_dims = tl.arange(0, BLOCK_V)
+    stored = real[:, None] & (value_dims < VALUE_DIM)[None, :]
+    if slot < 0:
+        lines = tokens * KV_HEADS * GROUP + heads
+        places = output + lines[:, None] * VALUE_DIM + value_dims[None, :]
+        tl.store(places, (accumulator / total[:, None]).to(output.dtype.element_ty), mask=stored)
+    else:
+        lines = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M + rows
+        tl.store(stats + lines * 2, maximum, mask=real)
+        tl.store(stats + lines * 2 + 1, total, mask=real)
+        tl.store(parts + lines[:, None] * VALUE_DIM + value_dims[None, :], accumulator, mask=stored)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["block_m"], do_not_specialize_on_alignment=["joins"])
 def join_kernel(
-    output,  # [lines, VALUE_DIM]; a line is one head of one token
-    parts,  # [lines, splits, VALUE_DIM] float32
-    stats,  # [lines, splits, 2] float32
-    splits,
+    output,  # [T, KV_HEADS x GROUP, VALUE_DIM]
+    parts,  # [slots, KV_HEADS, block_m, VALUE_DIM] float32
+    stats,  # [slots, KV_HEADS, block_m, 2] float32
+    joins,  # [J, 4], see `tiling.Join`
+    block_m,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Join the splits of one line (one head of one token). The number of the line is the program id.
+    """Join the slots of one query and head. The program ids are the numbers of the join, the head and the query.
 
-    Each split is rescaled from its own maximum to the largest maximum of all splits.
+    CHUNK slots at a time are rescaled from their own maxima to the largest maximum of all slots so far.
     """
-    line = tl.program_id(0).to(tl.int64)
-    numbers, value_dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_V)
-    there = numbers < splits
-    places = line * splits + numbers
-    maxima = tl.load(stats + places * 2, mask=there, other=float("-inf"))
-    totals = tl.load(stats + places * 2 + 1, mask=there, other=0.0)
-    weights = tl.exp2(maxima - tl.max(maxima, 0))
-    part = tl.load(
-        parts + places[:, None] * VALUE_DIM + value_dims[None, :],
-        mask=there[:, None] & (value_dims < VALUE_DIM)[None, :],
-        other=0.0,
-    )
-    joined = tl.sum(part * weights[:, None], 0) / tl.sum(totals * weights, 0)
-    tl.store(output + line * VALUE_DIM + value_dims, joined.to(output.dtype.element_ty), mask=value_dims < VALUE_DIM)
+    head, number = tl.program_id(1), tl.program_id(2)
+    join = joins + tl.program_id(0) * 4
+    first_token, num_queries, first_slot, num_slots = (
+        tl.load(join), tl.load(join + 1), tl.load(join + 2), tl.load(join + 3),
+    )  # fmt: skip
+    if number >= num_queries:
+        return
+    value_dims = tl.arange(0, BLOCK_V)
+    maximum = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    accumulator = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, num_slots, CHUNK):
+        slots = start + tl.arange(0, CHUNK)
+        there = slots < num_slots
+        lines = ((first_slot + slots).to(tl.int64) * KV_HEADS + head // GROUP) * block_m + number * GROUP + head % GROUP
+        maxima = tl.load(stats + lines * 2, mask=there, other=float("-inf"))
+        totals = tl.load(stats + lines * 2 + 1, mask=there, other=0.0)
+        part = tl.load(
+            parts + lines[:, None] * VALUE_DIM + value_dims[None, :],
+            mask=there[:, None] & (value_dims < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
+        # The maximum is -inf while a query has attended to no key; any finite base works then.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights, decay = tl.exp2(maxima - base), tl.exp2(maximum - base)
+        total = total * decay + tl.sum(totals * weights, 0)
+        accumulator = accumulator * decay + tl.sum(part * weights[:, None], 0)
+        maximum = new_maximum
+    line = (first_token + number).to(tl.int64) * KV_HEADS * GROUP + head
+    joined = (accumulator / total).to(output.dtype.element_ty)
+    tl.store(output + line * VALUE_DIM + value_dims, joined, mask=value_dims < VALUE_DIM)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
@@ -372,7 +322,7 @@ def write_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Copy the key or value vector of one token and KV head (the program ids) to the cache. Skip negative slots."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
         return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -14,9 +15,18 @@ from llmsched.kernels.reference import linear as linear
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.sampling import sample_kernel
-from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling, num_processors, padded
+from llmsched.kernels.triton.tiling import (
+    PROGRAMS_PER_PROCESSOR,
+    Tiling,
+    choose_tiling,
+    find_gpu,
+    list_work,
+    padded,
+)
 
 GATE_BLOCK = 1024
+#: Slots that a join reads at a time.
+JOIN_CHUNK = 16
 
 #: Tokens of one pass of the sampling kernel, and its warps: with more tokens per thread, registers would spill.
 SAMPLING_BLOCK, SAMPLING_WARPS = 2048, 16
@@ -36,11 +46,49 @@ def num_compiled() -> int:
     return len(_compiled)
 
 
+class Launch(NamedTuple):
+    """Work of one launch of the attention kernel, on the device; see `tiling.WorkList`."""
+
+    tiling: Tiling
+    items: Tensor
+    joins: Tensor
+    num_slots: int
+    tile_queries: int
+
+
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
-) -> list[None]:
-    """Do nothing: the kernel finds its work on the device."""
-    return [None] * len(layers)
+) -> list[list[Launch]]:
+    """Compute `reference.prepare_attention`: a launch for the decodes, if there are any, and one for the chunks."""
+    gpu, lengths = find_gpu(device), cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    kinds = (True, np.flatnonzero(lengths == 1).astype(np.int32)), (False, np.flatnonzero(lengths > 1).astype(np.int32))
+    works: dict[AttentionShape, list[Launch]] = {}
+    for shape in dict.fromkeys(layers):
+        works[shape] = []
+        group = shape.heads // shape.kv_heads
+        for decodes, sequences in kinds:
+            if not len(sequences):
+                continue
+            tiling = choose_tiling(
+                capability=gpu.capability,
+                decodes=decodes,
+                group=group,
+                head_dim=shape.key_dim,
+                value_dim=shape.value_dim,
+                item_size=shape.item_size,
+            )
+            found = list_work(
+                cu_seqlens_q,
+                context_lens,
+                sequences,
+                tile_queries=tiling.block_m // group,
+                block_n=tiling.block_n,
+                window=shape.window,
+                units=-(-PROGRAMS_PER_PROCESSOR * gpu.num_processors // shape.kv_heads),
+                fixed=decodes and len(sequences) == len(context_lens),
+            )
+            works[shape].append(Launch(tiling, put(found.items), put(found.joins), found.num_slots, found.tile_queries))
+    return [works[shape] for shape in layers]
 
 
 def paged_attention(
@@ -51,55 +99,53 @@ def paged_attention(
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
     *,
-    tiling: Tiling | None = None,
-    work: None = None,
+    work: list[Launch] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous.
 
     Products of float32 are computed in full float32, without TF32. Products of 16-bit types are accumulated in float32,
-    and the softmax weights are rounded to the query's dtype, as in every flash attention. Without `tiling`, the shapes
-    determine the tiles.
+    and the softmax weights are rounded to the query's dtype, as in every flash attention.
     """
     _check_heads(query)
-    tokens, heads, _ = query.shape
-    value_dim = value_cache.shape[3]
+    tokens, heads, head_dim = query.shape
+    _, kv_heads, _, value_dim = value_cache.shape
     output = query.new_empty(tokens, heads, value_dim)
-    if tokens == 0:
-        return output
-    tiling = tiling or choose_tiling(
-        num_tokens=tokens,
-        num_sequences=context_lens.shape[0],
-        kv_heads=key_cache.shape[1],
-        group=heads // key_cache.shape[1],
-        head_dim=key_cache.shape[3],
-        value_dim=value_dim,
-        max_context=block_tables.shape[1] * key_cache.shape[2],
-        item_size=query.element_size(),
-        num_processors=num_processors(query.device),
-    )
-    batch = (query, key_cache, value_cache, block_tables, cu_seqlens_q, context_lens)
-    if tiling.splits == 1:
-        _launch_attention(output, output, *batch, tiling, **options)
-        return output
-    parts = query.new_empty(tokens, heads, tiling.splits, value_dim, dtype=torch.float32)
-    stats = query.new_empty(tokens, heads, tiling.splits, 2, dtype=torch.float32)
-    _launch_attention(parts, stats, *batch, tiling, **options)
-    constants = {"VALUE_DIM": value_dim, "BLOCK_V": tiling.block_v, "MAX_SPLITS": MAX_SPLITS}
-    join_kernel[(tokens * heads,)](output, parts, stats, tiling.splits, **constants, enable_fp_fusion=True)
+    if work is None:
+        shape = AttentionShape(heads, kv_heads, head_dim, value_dim, options.get("window"), query.element_size())
+        lengths = cu_seqlens_q.cpu().numpy(), context_lens.cpu().numpy()
+        work = prepare_attention([shape], *lengths, query.device, lambda a: torch.from_numpy(a).to(query.device))[0]
+    for launch in work:
+        places = launch.num_slots, kv_heads, launch.tiling.block_m
+        parts = query.new_empty(*places, value_dim, dtype=torch.float32)
+        stats = query.new_empty(*places, 2, dtype=torch.float32)
+        _attend(launch, output, parts, stats, query, key_cache, value_cache, block_tables.contiguous(), **options)
+        if launch.joins.shape[0]:
+            join_kernel[(launch.joins.shape[0], heads, launch.tile_queries)](
+                output,
+                parts,
+                stats,
+                launch.joins,
+                launch.tiling.block_m,
+                GROUP=heads // kv_heads,
+                KV_HEADS=kv_heads,
+                VALUE_DIM=value_dim,
+                BLOCK_V=launch.tiling.block_v,
+                CHUNK=JOIN_CHUNK,
+                enable_fp_fusion=True,
+            )
     return output
 
 
-def _launch_attention(
+def _attend(
+    launch: Launch,
     output: Tensor,
+    parts: Tensor,
     stats: Tensor,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    cu_seqlens_q: Tensor,
-    context_lens: Tensor,
-    tiling: Tiling,
     *,
     scale: float,
     window: int | None = None,
@@ -107,28 +153,26 @@ def _launch_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    tokens, heads, head_dim = query.shape
+    _, heads, head_dim = query.shape
     _, kv_heads, block_size, value_dim = value_cache.shape
-    sequences, group = context_lens.shape[0], heads // kv_heads
-    attend_kernel[(tokens // (tiling.block_m // group) + sequences, kv_heads, tiling.splits)](
+    tiling = launch.tiling
+    attend_kernel[(launch.items.shape[0] * kv_heads,)](
         output,
+        parts,
         stats,
         query,
         key_cache,
         value_cache,
-        block_tables.contiguous(),
-        cu_seqlens_q,
-        context_lens,
+        block_tables,
+        launch.items,
         query if sinks is None else sinks.contiguous(),
         query if slopes is None else slopes.contiguous(),
         scale if softcap is not None else scale * LOG2_E.value,
         softcap or 1.0,
         query.stride(0),
         query.stride(1),
-        sequences,
         block_tables.shape[1],
-        tiling.splits,
-        GROUP=group,
+        GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
@@ -141,7 +185,6 @@ def _launch_attention(
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         SLOPES=slopes is not None,
-        SPLIT=tiling.splits > 1,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         enable_fp_fusion=True,

@@ -1,74 +1,165 @@
-"""Tile sizes of the attention kernel: how one launch is divided among programs."""
+"""Division of a step's attention into work items for the programs of a GPU.
+
+The tiles of a launch have E units of work for each KV head, so that all KV heads together have two units for each
+multiprocessor. With N keys in all tiles, a unit is N / E keys, or MIN_SPLIT_TOKENS if that is more. The keys of a tile
+are divided into as many items as the tile has whole units, so an item has less than two units. If all tiles are equal,
+all programs run at once. R tiles give at most R + E items. At most E of them need slots, for at most E / 2 joins.
+"""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from llmsched.kernels.reference import Int32
 
 MIN_PRODUCT = 16  # fewest rows, columns and depth of a tensor-core product
 MIN_SPLIT_TOKENS = 256
-MAX_SPLITS = 64
+PROGRAMS_PER_PROCESSOR = 2
 
 
 class Tiling(NamedTuple):
     """Sizes of the tiles of one launch: block_m rows (queries x query heads of one KV head) and block_n keys.
 
-    The head size of keys is padded to block_d, the head size of values to block_v. `splits` programs share the keys of
-    a tile.
+    The head size of keys is padded to block_d, the head size of values to block_v.
     """
 
     block_m: int
     block_n: int
     block_d: int
     block_v: int
-    splits: int
     num_warps: int
     num_stages: int
 
 
+class Item(IntEnum):
+    """Column of the array of work items. The queries of an item are consecutive tokens.
+
+    TABLE is a row of the block tables, and FIRST_POSITION the position of the first query in its sequence. The item has
+    the keys BEGIN to END - 1. SLOT is -1 if these are all keys of the tile. IS_FIRST is 1 for the first item of a tile,
+    else 0. An item without queries has no work.
+    """
+
+    TABLE = 0
+    FIRST_TOKEN = 1
+    NUM_QUERIES = 2
+    FIRST_POSITION = 3
+    BEGIN = 4
+    END = 5
+    SLOT = 6
+    IS_FIRST = 7
+
+
+class Join(IntEnum):
+    """Column of the array of joins. The queries of a join are consecutive tokens; without queries there is no work."""
+
+    FIRST_TOKEN = 0
+    NUM_QUERIES = 1
+    FIRST_SLOT = 2
+    NUM_SLOTS = 3
+
+
+class WorkList(NamedTuple):
+    """Work items [W, 8] and joins [J, 4] of one launch, the number of slots, and the most queries of a tile."""
+
+    items: Int32
+    joins: Int32
+    num_slots: int
+    tile_queries: int
+
+
+class Gpu(NamedTuple):
+    """Number of a GPU's streaming multiprocessors, and its compute capability, such as 89 for 8.9."""
+
+    num_processors: int
+    capability: int
+
+
 @cache
-def num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def find_gpu(device: torch.device) -> Gpu:
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(found.multi_processor_count, 10 * found.major + found.minor)
 
 
 def choose_tiling(
-    *,
-    num_tokens: int,
-    num_sequences: int,
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    value_dim: int,
-    max_context: int,
-    item_size: int,
-    num_processors: int,
+    *, capability: int, decodes: bool, group: int, head_dim: int, value_dim: int, item_size: int
 ) -> Tiling:
-    """Choose the tile sizes for a batch.
+    """Choose the tile sizes for a launch of decodes, which have one query, or of chunks.
 
-    `group` is the number of query heads per KV head. `max_context`, in tokens, may be an upper bound. `item_size` is
-    the bytes of one element of the query. `num_processors` is the GPU's number of streaming multiprocessors. For each
-    dtype and head size there are only two values of block_m, for batches of decodes and for all others, so that few
-    kernels are compiled. The number of splits is the smallest that gives every multiprocessor two programs, but
-    at most MAX_SPLITS, and a split has at least MIN_SPLIT_TOKENS keys.
+    `group` is the number of query heads per KV head. `item_size` is the bytes of one element of the query.
     """
     block_d, block_v = padded(head_dim), padded(value_dim)
     row_bytes = max(block_d, block_v) * item_size
-    decodes_only = num_tokens <= num_sequences
     if item_size == 4:  # full float32 products run on CUDA cores, not tensor cores, and read registers
         block_m, block_n = 16, 32 if row_bytes <= 1024 else 16
         num_warps, num_stages = 4 if row_bytes <= 512 else 8, 1
     else:  # three stages: block ids, keys and values, products
         block_m, block_n = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
         num_warps, num_stages = 8, 3
-        if decodes_only:
-            block_m, num_warps = 16, 4
-    block_m = max(block_m, padded(group))
-    programs = (num_tokens // (block_m // group) + num_sequences) * kv_heads
-    useful = min(MAX_SPLITS, max_context // MIN_SPLIT_TOKENS)
-    splits = max(1, min(useful, -(-2 * num_processors // programs)))
-    return Tiling(block_m, block_n, block_d, block_v, splits, num_warps, num_stages)
+        if decodes:
+            block_m, num_warps = 16, 4 if group <= 32 else 8
+        elif row_bytes == 256 and capability < 90:  # with 64 keys, registers would spill
+            block_n = 32
+    return Tiling(max(block_m, padded(group)), block_n, block_d, block_v, num_warps, num_stages)
+
+
+def list_work(
+    bounds: Int32,
+    contexts: Int32,
+    sequences: Int32,
+    *,
+    tile_queries: int,
+    block_n: int,
+    window: int | None,
+    units: int,
+    fixed: bool,
+) -> WorkList:
+    """List the work of some `sequences` (indices [S]) of a batch, the longest items first.
+
+    `bounds` [B + 1] and `contexts` [B] are cu_seqlens_q and context_lens. A tile has up to `tile_queries` queries, and
+    the kernel visits `block_n` keys at a time. `units` is E of the module's docstring. If `fixed`, empty items and
+    joins are added, so that all shapes depend only on `units` and the number of tiles.
+    """
+    lengths = (bounds[1:] - bounds[:-1])[sequences]
+    counts = -(-lengths // tile_queries)
+    owners = np.repeat(np.arange(len(sequences)), counts)
+    offsets = (np.arange(len(owners)) - (counts.cumsum() - counts)[owners]) * tile_queries
+    queries = np.minimum(lengths[owners] - offsets, tile_queries)
+    tables = sequences[owners]
+    positions = contexts[tables] - lengths[owners] + offsets
+    ends = positions + queries
+    begins = np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
+    keys = ends - begins
+
+    unit = max(MIN_SPLIT_TOKENS, -(-int(keys.sum()) // units))
+    pieces = np.maximum(keys // unit, 1)
+    size = -(-keys // (pieces * block_n)) * block_n
+    pieces = -(-keys // size)  # rounding to whole loops may save an item
+    tiles = np.repeat(np.arange(len(pieces)), pieces)
+    number = np.arange(len(tiles)) - (pieces.cumsum() - pieces)[tiles]
+    split = pieces > 1
+    first_slot = np.where(split, (pieces * split).cumsum() - pieces, -1)
+
+    found = np.empty((len(tiles), len(Item)), np.int32)
+    found[:, Item.TABLE] = tables[tiles]
+    found[:, Item.FIRST_TOKEN] = (bounds[tables] + offsets)[tiles]
+    found[:, Item.NUM_QUERIES] = queries[tiles]
+    found[:, Item.FIRST_POSITION] = positions[tiles]
+    found[:, Item.BEGIN] = begins[tiles] + number * size[tiles]
+    found[:, Item.END] = np.minimum(found[:, Item.BEGIN] + size[tiles], ends[tiles])
+    found[:, Item.SLOT] = np.where(split[tiles], first_slot[tiles] + number, -1)
+    found[:, Item.IS_FIRST] = number == 0
+    joined = np.stack([bounds[tables] + offsets, queries, first_slot, pieces], axis=1)[split].astype(np.int32)
+    items = np.zeros((len(pieces) + units if fixed else len(found), len(Item)), np.int32)
+    items[: len(found)] = found[np.argsort(found[:, Item.BEGIN] - found[:, Item.END], kind="stable")]
+    joins = np.zeros((units // 2 if fixed else len(joined), len(Join)), np.int32)
+    joins[: len(joined)] = joined
+    num_slots = units if fixed else int(pieces[split].sum())
+    return WorkList(items, joins, num_slots, int(queries.max()))
 
 
 def padded(size: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
+import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepping import Stepper, make_sequence
 from tiny_models import build_model
@@ -13,45 +15,47 @@ from tiny_models import build_model
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.kernels.dispatch import num_compiled
-from llmsched.kernels.triton.tiling import choose_tiling
+from llmsched.kernels.reference import AttentionShape
+from llmsched.kernels.triton import ops
+from llmsched.kernels.triton.tiling import Gpu, Tiling
 
-Variant = tuple[Any, ...]
-
-
-def variant(contexts: list[int], counts: list[int], gpu: dict[str, int]) -> Variant:
-    """Return what distinguishes the attention kernels of a batch: the number of splits is an argument of one kernel."""
-    blocks = max(-(-(context + count) // 16) for context, count in zip(contexts, counts, strict=True))
-    tiling = choose_tiling(num_tokens=sum(counts), num_sequences=len(counts), max_context=16 * blocks, **gpu)
-    return (*tiling._replace(splits=0), tiling.splits > 1)
+Variant = Tiling | Literal["join"]
 
 
+def variants(rows: list[tuple[int, int]], layer: AttentionShape, gpu: Gpu) -> set[Variant]:
+    """Return the tile sizes and the kernels with which a batch of (context, new tokens) launches attention."""
+    counts = np.array([count for _, count in rows])
+    bounds = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+    contexts = np.array([sum(row) for row in rows], np.int32)
+    with patch.object(ops, "find_gpu", lambda device: gpu):
+        launches = ops.prepare_attention([layer], bounds, contexts, torch.device("cpu"), torch.from_numpy)[0]
+    joins: set[Variant] = {"join" for launch in launches if len(launch.joins)}
+    return joins | {launch.tiling for launch in launches}
+
+
+@settings(deadline=None)
 @given(st.data())
 def test_every_batch_finds_its_attention_kernel(data: st.DataObject) -> None:
-    group = data.draw(st.sampled_from([1, 3, 4, 8, 71]), "group")
-    dim = data.draw(st.sampled_from([64, 80, 128, 256]), "head_dim")
-    gpu = {
-        "kv_heads": data.draw(st.sampled_from([1, 2, 8, 32]), "kv_heads"),
-        "group": group,
-        "head_dim": dim,
-        "value_dim": dim,
-        "item_size": data.draw(st.sampled_from([2, 4]), "item_size"),
-        "num_processors": data.draw(st.sampled_from([20, 58, 108, 132]), "num_processors"),
-    }
+    dim, kv_heads = data.draw(st.sampled_from([64, 80, 128, 256])), data.draw(st.sampled_from([1, 2, 8, 32]))
+    window, item_size = data.draw(st.sampled_from([None, 1, 4096])), data.draw(st.sampled_from([2, 4]))
+    layer = AttentionShape(
+        data.draw(st.sampled_from([1, 3, 4, 8, 71])) * kv_heads, kv_heads, dim, dim, window, item_size
+    )
+    gpu = Gpu(data.draw(st.sampled_from([20, 58, 108, 132])), data.draw(st.sampled_from([80, 89, 90])))
     tokens = data.draw(st.integers(1, 8192), "max_num_batched_tokens")
     seqs = data.draw(st.integers(1, 256), "max_num_seqs")
     length = data.draw(st.integers(1, 32768), "max_model_len")
     warm = set()
     for step in warmup_steps(tokens, seqs, length):
-        contexts, counts = zip(*step.rows, strict=True)
-        assert sum(counts) <= tokens
+        assert sum(count for _, count in step.rows) <= tokens
         assert max(map(sum, step.rows)) <= length
-        warm.add(variant(list(contexts), list(counts), gpu))
+        warm |= variants(step.rows, layer, gpu)
     for _ in range(8):
         num_rows = data.draw(st.integers(1, min(seqs, tokens)))
         counts = [1] * num_rows
         counts[0] += data.draw(st.integers(0, min(tokens - num_rows, length - 1)))
         contexts = [data.draw(st.integers(0, length - count)) for count in counts[:2]] + [0] * (num_rows - 2)
-        assert variant(contexts[:num_rows], counts, gpu) in warm
+        assert variants(list(zip(contexts, counts, strict=False)), layer, gpu) <= warm
 
 
 def test_nothing_is_compiled_after_the_warm_up_on_a_cpu() -> None:

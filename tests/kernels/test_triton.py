@@ -19,11 +19,12 @@ from batches import Shape, make_batch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from llmsched.kernels.reference import AttentionShape
 from llmsched.kernels.triton import ops
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.sampling import sample_kernel
-from llmsched.kernels.triton.tiling import MAX_SPLITS, Tiling, choose_tiling
+from llmsched.kernels.triton.tiling import Gpu, choose_tiling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may have (CUDA programming guide)
@@ -42,7 +43,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 45
+    assert len(differences) == 48
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     assert differences["write_kv"] == differences["sample"] == 0
@@ -64,26 +65,22 @@ def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def attention_kernel(arch: int, dtype: str, head_dim: int, *, decode: bool, split: bool, **options: Any) -> Any:
+def attention_kernel(arch: int, dtype: str, head_dim: int, *, decodes: bool, **options: Any) -> Any:
     group, kv_heads = 4, 8
     tiling = choose_tiling(
-        num_tokens=32 if decode else 2048,
-        num_sequences=32,
-        kv_heads=kv_heads,
+        capability=arch,
+        decodes=decodes,
         group=group,
         head_dim=head_dim,
         value_dim=head_dim,
-        max_context=8192,
         item_size=ITEM_SIZE[dtype],
-        num_processors=132,
     )
     types = {
-        "output": "*fp32" if split else f"*{dtype}",
-        "stats": "*fp32",
-        **dict.fromkeys(("query", "key_cache", "value_cache", "sinks", "slopes"), f"*{dtype}"),
-        **dict.fromkeys(("block_tables", "cu_seqlens_q", "context_lens"), "*i32"),
+        **dict.fromkeys(("output", "query", "key_cache", "value_cache", "sinks", "slopes"), f"*{dtype}"),
+        **dict.fromkeys(("parts", "stats"), "*fp32"),
+        **dict.fromkeys(("block_tables", "items"), "*i32"),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
-        **dict.fromkeys(("query_stride", "head_stride", "num_sequences", "max_blocks", "splits"), "i32"),
+        **dict.fromkeys(("query_stride", "head_stride", "max_blocks"), "i32"),
     }
     constants = {
         "GROUP": group,
@@ -99,7 +96,6 @@ def attention_kernel(arch: int, dtype: str, head_dim: int, *, decode: bool, spli
         "SOFTCAP": False,
         "SINKS": False,
         "SLOPES": False,
-        "SPLIT": split,
         **options,
     }
     launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
@@ -116,7 +112,7 @@ def resources(compiled: Any, directory: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "decode"),
+    ("dtype", "head_dim", "decodes"),
     [
         ("bf16", 64, True),
         ("bf16", 128, False),
@@ -126,14 +122,13 @@ def resources(compiled: Any, directory: Path) -> dict[str, int]:
     ],
 )
 def test_attention_compiles_within_the_gpus_limits(
-    arch: int, dtype: str, head_dim: int, decode: bool, tmp_path: Path
+    arch: int, dtype: str, head_dim: int, decodes: bool, tmp_path: Path
 ) -> None:
-    compiled = attention_kernel(arch, dtype, head_dim, decode=decode, split=decode)
+    compiled = attention_kernel(arch, dtype, head_dim, decodes=decodes)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     used = resources(compiled, tmp_path)
     assert used["REG"] <= MAX_REGISTERS
-    assert used["STACK"] <= 96
-    assert used["LOCAL"] == 0
+    assert used["STACK"] == used["LOCAL"] == 0
     tensor_cores = re.search(r"mma\.sync|wgmma\.mma_async", compiled.asm["ptx"]) is not None
     assert tensor_cores == (dtype != "fp32")
     assert "tf32" not in compiled.asm["ptx"]
@@ -142,23 +137,23 @@ def test_attention_compiles_within_the_gpus_limits(
 @pytest.mark.parametrize(
     "options",
     [
-        {"head_dim": 256, "decode": False, "WINDOW": 4096, "SOFTCAP": True},  # Gemma-2
-        {"head_dim": 64, "decode": True, "WINDOW": 128, "SINKS": True},  # gpt-oss
-        {"head_dim": 64, "decode": False, "SLOPES": True},  # BLOOM
-        {"head_dim": 512, "decode": False},
+        {"head_dim": 256, "decodes": False, "WINDOW": 4096, "SOFTCAP": True},  # Gemma-2
+        {"head_dim": 64, "decodes": True, "WINDOW": 128, "SINKS": True},  # gpt-oss
+        {"head_dim": 64, "decodes": False, "SLOPES": True},  # BLOOM
+        {"head_dim": 512, "decodes": False},
     ],
     ids=str,
 )
 def test_other_models_fit_the_smallest_gpu(options: dict[str, Any], tmp_path: Path) -> None:
-    compiled = attention_kernel(89, "bf16", split=options["decode"], **options)
+    compiled = attention_kernel(89, "bf16", **options)
     assert compiled.metadata.shared <= SHARED_MEMORY[89]
-    assert resources(compiled, tmp_path)["STACK"] <= 96
+    assert resources(compiled, tmp_path)["STACK"] == 0
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
 def test_small_kernels_compile(arch: int, tmp_path: Path) -> None:
-    types = {"output": "*bf16", "parts": "*fp32", "stats": "*fp32", "splits": "i32"}
-    constants = {"VALUE_DIM": 128, "BLOCK_V": 128, "MAX_SPLITS": MAX_SPLITS}
+    types = {"output": "*bf16", "parts": "*fp32", "stats": "*fp32", "joins": "*i32", "block_m": "i32"}
+    constants = {"GROUP": 4, "KV_HEADS": 8, "VALUE_DIM": 128, "BLOCK_V": 128, "CHUNK": ops.JOIN_CHUNK}
     join = compile_ahead(join_kernel, arch, types, constants)
     types = {"new": "*bf16", "cache": "*bf16", "slot_mapping": "*i64", "token_stride": "i32", "head_stride": "i32"}
     constants = {"KV_HEADS": 8, "BLOCK_SIZE": 16, "DIM": 128, "BLOCK_D": 128}
@@ -209,10 +204,14 @@ class PretendedGpu:
         return 0
 
 
+def to_meta(array: Any) -> torch.Tensor:
+    return torch.from_numpy(array).to("meta")
+
+
 def test_batches_of_all_sizes_share_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch up to the point where a GPU is needed: a server must not compile while it serves.
 
-    One attention kernel each for decodes and for batches with chunks, with splits and without; one to join splits.
+    One attention kernel each for decodes and for chunks, and one to join.
     """
     compiled = []
     launch = triton.runtime.jit.JITFunction.run
@@ -222,12 +221,15 @@ def test_batches_of_all_sizes_share_few_kernels(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setattr(triton.runtime.driver, "_active", PretendedGpu())
-    monkeypatch.setattr(ops, "num_processors", lambda device: 132)
+    monkeypatch.setattr(ops, "find_gpu", lambda device: Gpu(132, 90))
     for sequences in ([(1, 90)], [(1, 90)] * 16, [(1, 90)] * 300, [(1, 90), (5, 60)], [(600, 600)] * 17):
+        bounds, contexts = make_batch(Shape("", tuple(sequences))).tensors[4:]
         batch = make_batch(Shape("", tuple(sequences)), dtype=torch.float16, device="meta")
+        layer = AttentionShape(6, 2, 64, 64, None, 2)
+        work = ops.prepare_attention([layer], bounds.numpy(), contexts.numpy(), batch.query.device, to_meta)[0]
         for max_blocks in (33, 80):
             tables = torch.empty(len(sequences), max_blocks, dtype=torch.int32, device="meta")
-            ops.paged_attention(*batch.tensors[:3], tables, *batch.tensors[4:], **batch.options)
+            ops.paged_attention(*batch.tensors[:3], tables, *batch.tensors[4:], work=work, **batch.options)
         slots = torch.empty(batch.query.shape[0], dtype=torch.int64, device="meta")
         ops.write_kv(batch.query[:, :2], batch.query[:, 2:4], batch.key_cache, batch.value_cache, slots)
         rows, weight, tables = batch.query.flatten(1), batch.query[0].flatten(), batch.query[:, 0].contiguous()
@@ -235,39 +237,15 @@ def test_batches_of_all_sizes_share_few_kernels(monkeypatch: pytest.MonkeyPatch)
             ops.add_norm(rows, branch, weight, eps=1e-5)
         ops.rotate_and_write(rows.repeat(1, 2), tables, tables, batch.key_cache, batch.value_cache, slots)
         ops.gated(rows, "silu")
-    assert len({id(kernel) for kernel in compiled}) == 10
-
-
-def chosen(num_tokens: int, num_sequences: int, **change: int) -> Tiling:
-    shape = {
-        "kv_heads": 8,
-        "group": 4,
-        "head_dim": 128,
-        "value_dim": 128,
-        "max_context": 32768,
-        "item_size": 2,
-        "num_processors": 132,
-    }
-    return choose_tiling(num_tokens=num_tokens, num_sequences=num_sequences, **{**shape, **change})
-
-
-def test_one_decode_fills_the_gpu_by_splits() -> None:
-    assert chosen(1, 1).splits == 33  # 8 programs x 33 = 2 x 132
-    assert chosen(1, 1, kv_heads=1).splits == MAX_SPLITS
-    assert chosen(1, 1, max_context=1024).splits == 4  # of 256 tokens at least
-    assert chosen(1, 1, max_context=16).splits == 1
-
-
-def test_a_full_gpu_needs_no_splits() -> None:
-    assert chosen(64, 64).splits == 1
-    assert chosen(2048, 1).splits == 1
+    assert len({id(kernel) for kernel in compiled}) == 8
 
 
 def test_tiles_are_legal() -> None:
     """Powers of two, none smaller than a tensor-core product, and room for a KV head's whole group."""
-    dims, batches = (64, 80, 96, 128, 192, 256, 512), ((1, 1), (512, 3))
-    for group, dim, item_size, (tokens, sequences) in itertools.product((1, 3, 4, 7, 8, 71), dims, (2, 4), batches):
-        tiling = chosen(tokens, sequences, group=group, head_dim=dim, value_dim=dim, item_size=item_size)
+    dims, kinds = (64, 80, 96, 128, 192, 256, 512), (False, True)
+    for group, dim, item_size, decodes in itertools.product((1, 3, 4, 7, 8, 71), dims, (2, 4), kinds):
+        shape = {"group": group, "head_dim": dim, "value_dim": dim, "item_size": item_size}
+        tiling = choose_tiling(capability=80, decodes=decodes, **shape)
         for size in (tiling.block_m, tiling.block_n, tiling.block_d, tiling.block_v):
             assert size >= 16
             assert size & (size - 1) == 0
@@ -277,6 +255,5 @@ def test_tiles_are_legal() -> None:
 
 def test_heads_that_are_not_contiguous_are_refused() -> None:
     batch = make_batch(Shape("", ((1, 20),)))
-    options = {"sinks": None, **batch.options, "tiling": chosen(1, 1, head_dim=64, value_dim=64)}
     with pytest.raises(ValueError, match=r"heads have strides .* the last must be 1"):
-        ops.paged_attention(batch.query.expand(2, 6, 64).permute(2, 1, 0), *batch.tensors[1:], **options)
+        ops.paged_attention(batch.query.expand(2, 6, 64).permute(2, 1, 0), *batch.tensors[1:], **batch.options)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from batches import Batch, Shape, make_batch
+from batches import Shape, make_batch
 from layers import NORM_CASES, gate_difference, norm_difference, rotary_difference
 from triton.runtime import interpreter
 
 from llmsched.kernels import reference
-from llmsched.kernels.triton import ops
-from llmsched.kernels.triton.tiling import Tiling, choose_tiling
+from llmsched.kernels.triton import ops, tiling
 
 FEW = ((1, 37), (16, 16), (15, 40), (0, 9), (1, 1), (17, 17), (1, 100), (3, 33))
 DECODES = ((1, 1), (1, 16), (1, 17), (1, 150), (1, 300))
@@ -49,35 +49,29 @@ SHAPES = (
     shape("softcap, sinks and window", softcap=3.0, sinks=True, window=20),
     shape("slopes", slopes=True),
     shape("slopes, decodes", DECODES, slopes=True),
+    shape("long decode", ((1, 700), (1, 33))),
     shape("softcap, slopes and window", softcap=3.0, slopes=True, window=20),
 )
 SPLIT = (
-    *("decodes", "chunk of a long context", "softcap, sinks and window", "window below a block"),
-    *("slopes, decodes", "softcap, slopes and window"),
+    "mixed",
+    "decodes",
+    "chunk of a long context",
+    "window across blocks",
+    "sinks",
+    "slopes, decodes",
+    "long decode",
 )
+#: The last queries of a tile attend to no key of its first item.
+NARROW = shape("narrow window", ((100, 100), (1, 100)), heads=2, window=5)
 
 
-def tiling(case: Shape, batch: Batch, **change: int) -> Tiling:
-    chosen = choose_tiling(
-        num_tokens=batch.query.shape[0],
-        num_sequences=len(case.sequences),
-        kv_heads=case.kv_heads,
-        group=case.heads // case.kv_heads,
-        head_dim=case.head_dim,
-        value_dim=case.value_dim or case.head_dim,
-        max_context=batch.block_tables.shape[1] * case.block_size,
-        item_size=batch.query.element_size(),
-        num_processors=1,
-    )
-    return chosen._replace(**change)
-
-
-def attention_difference(case: Shape, dtype: torch.dtype, **change: int) -> float:
+def attention_difference(case: Shape, dtype: torch.dtype, *, num_processors: int = 1, min_split: int = 256) -> float:
     batch = make_batch(case, dtype=dtype)
     expected = reference.paged_attention(*batch.tensors, **batch.options)
-    options = {"sinks": None, **batch.options}
     query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)  # strided, as transformers hands it over
-    actual = ops.paged_attention(query, *batch.tensors[1:], **options, tiling=tiling(case, batch, **change))
+    processors = patch.object(ops, "find_gpu", lambda device: tiling.Gpu(num_processors, 90))
+    with processors, patch.object(tiling, "MIN_SPLIT_TOKENS", min_split):
+        actual = ops.paged_attention(query, *batch.tensors[1:], **batch.options)
     return float((actual.float() - expected.float()).abs().max())
 
 
@@ -112,10 +106,10 @@ def sampling_differences() -> int:
 
 def mend_the_interpreter() -> None:
     """Triton 3.6 makes a loop's bound of an array with one element, which NumPy 2.4 no longer does by itself."""
-    patch = interpreter._patch_lang_tensor
+    original = interpreter._patch_lang_tensor
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
+        original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_and_mend
@@ -128,9 +122,13 @@ def main() -> None:
     for case in SHAPES:
         differences[f"{case}, float32"] = attention_difference(case, torch.float32)
         if case.name in SPLIT:
-            differences[f"{case}, float32, 5 splits"] = attention_difference(case, torch.float32, splits=5)
+            split = attention_difference(case, torch.float32, num_processors=9, min_split=16)
+            differences[f"{case}, float32, split"] = split
     differences["mixed, float16"] = attention_difference(SHAPES[0], torch.float16)
-    differences["decodes, float16, 3 splits"] = attention_difference(SHAPES[1], torch.float16, splits=3)
+    split = attention_difference(SHAPES[1], torch.float16, num_processors=9, min_split=32)
+    differences["decodes, float16, split"] = split
+    split = attention_difference(NARROW, torch.float16, num_processors=99, min_split=64)
+    differences["narrow window, float16, split"] = split
     for dtype in (torch.float32, torch.float16):
         for name in NORM_CASES:
             differences[f"norm, {name}, {dtype}"] = norm_difference(ops, reference, name, 3, 70, dtype)
