@@ -17,29 +17,18 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Batch of T tokens in B rows, one row after the other, for a model with G groups of layers.
+    """Batch of T tokens in B rows, one row after the other, for a model with G groups of layers."""
 
-    The shapes are input_ids [T], positions [T], slot_mapping [G, T], block_tables [G, B, max_blocks], cu_seqlens_q [B +
-    1] and context_lens [B], all contiguous. A block table has zeros after the blocks of the row's context. A context
-    includes the new tokens.
-
-    `pending_rows` are the rows that end with a pending token (see `Executor`); input_ids has a 0 in place of this
-    token.
-
-    `logit_rows` are the indices of the tokens whose logits are needed. First come the last tokens of the rows in
-    `sampling_rows`. Then come, for each row i, its first `prompt_counts[i]` tokens, which predict prompt tokens.
-    """
-
-    input_ids: Int64
-    positions: Int64
-    slot_mapping: Int64
-    block_tables: Int32
-    cu_seqlens_q: Int32
-    context_lens: Int32
-    logit_rows: Int64
-    sampling_rows: list[int]
-    pending_rows: list[int]
-    prompt_counts: list[int]
+    input_ids: Int64  # [T], with 0 in place of a pending token
+    positions: Int64  # [T]
+    slot_mapping: Int64  # [G, T]
+    block_tables: Int32  # [G, B, max_blocks], with zeros after the blocks of the context
+    cu_seqlens_q: Int32  # [B + 1]
+    context_lens: Int32  # [B], including the new tokens
+    logit_rows: Int64  # tokens whose logits are needed: last tokens of sampling rows, then first ones (prompt_counts)
+    sampling_rows: list[int]  # rows for which a token is sampled
+    pending_rows: list[int]  # rows that end with a pending token
+    prompt_counts: list[int]  # per row, how many of its first tokens predict prompt tokens
 
 
 def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None) -> PackedBatch:
@@ -99,8 +88,8 @@ def num_prompt_predictions(row: ScheduledRow) -> int:
 def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
     """Split a step into parts, each with at most max_predictions tokens that predict prompt tokens.
 
-    This limits the memory for logits; most steps have one part. Yields each part as a list of (index in `rows`, row or
-    piece of that row). The pieces of a row come in order, and only the last piece may sample.
+    A part is a list of (index in `rows`, row or piece of that row). The pieces of a row come in order, and only the
+    last piece may sample.
     """
     part: list[tuple[int, ScheduledRow]] = []
     room = max_predictions

@@ -29,13 +29,13 @@ _TYPES = {
 class StepBuffers:
     """Block of `num_bytes` bytes on the device for the arrays of one step, filled by one copy from the host.
 
-    `begin` starts a step, `put` writes its arrays to a block of host memory, and `upload` copies this block to the
-    device. Arrays with equal shapes that are put in the same order have the same addresses in every step. The device's
-    block is overwritten by the next upload, in stream order. There are two host blocks, used in turn, so that a step
-    can be written while the copy of the step before it is still queued. On a GPU they are pinned.
-
-    An array that does not fit into the block gets memory of its own.
+    `begin` starts a step, `put` writes its arrays to host memory, and `upload` copies them to the device. Arrays with
+    equal shapes that are put in the same order have the same addresses in every step. An array that does not fit gets
+    memory of its own.
     """
+
+    # There are two host blocks, used in turn, so that a step can be written while the copy of the step before it is
+    # still queued. On a GPU they are pinned.
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         num_bytes += -num_bytes % ALIGNMENT
@@ -51,7 +51,7 @@ class StepBuffers:
         self.num_used = 0
 
     def begin(self) -> None:
-        """Start a step. On a GPU, wait until the last copy from the host block that this step uses has ended."""
+        """Start a step. On a GPU, wait for the last copy from the host block that this step uses."""
         self._turn = 1 - self._turn
         self.num_used = 0
         self._large = []
@@ -96,7 +96,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 class HostCopy:
-    """Copy of a tensor in host memory. A copy from a GPU begins here, in stream order; `wait` waits for its end."""
+    """Copy of a tensor in host memory. A copy from a GPU begins here, in stream order."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._written = tensor, None
@@ -107,7 +107,6 @@ class HostCopy:
             self._written.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> torch.Tensor:
-        """Return the copy as soon as it is complete."""
         if self._written is not None:
             self._written.synchronize()
         return self._tensor

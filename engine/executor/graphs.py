@@ -1,9 +1,9 @@
 """CUDA graphs of the forward pass of decodes: the launches of a pass are recorded once and replayed as one launch.
 
 A graph has a fixed number of rows, and each row has one token. A step of decodes is padded to the next larger graph.
-What a graph reads must have the same addresses in every step (see StepBuffers). Its logits do too, so they must be used
-before the next replay. All graphs share one pool of memory, because they never run at the same time.
 """
+# What a graph reads must have the same addresses in every step (see StepBuffers). Its logits do too, so they must be
+# used before the next replay. All graphs share one pool of memory, because they never run at the same time.
 
 from __future__ import annotations
 
@@ -55,25 +55,21 @@ def _is_mask(index: torch.Tensor | None) -> bool:
 
 
 class ModelInputs(NamedTuple):
-    """Arguments of `PagedModel.forward`.
-
-    `fixed_bytes` are the bytes of StepBuffers that were used before the block tables were put, which are the only
-    array whose size depends on contexts. If `use_graph` is True, the inputs are padded to the size of a graph.
-    """
+    """Arguments of `PagedModel.forward`."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     context: PagedContext
     logit_rows: torch.Tensor | None
-    fixed_bytes: int
-    use_graph: bool = False
+    fixed_bytes: int  # bytes of StepBuffers before the block tables, the only array whose size depends on contexts
+    use_graph: bool = False  # True if the inputs are padded to the size of a graph
 
 
 class Recording(NamedTuple):
-    """Recorded pass. `replay` queues all of its work again, and then `output` has the results."""
+    """Recorded pass."""
 
-    replay: Callable[[], None]
-    output: torch.Tensor
+    replay: Callable[[], None]  # queues the work of the pass again
+    output: torch.Tensor  # has the results after a replay
 
 
 #: Function that runs a pass and returns a recording of it.
@@ -101,10 +97,10 @@ def cuda_recorder(stream: torch.cuda.Stream) -> Recorder:
 
 
 class _Graph(NamedTuple):
-    """Graph of one size. `run` computes the recorded pass without the graph, from the same tensors and `works`."""
+    """Graph of one size."""
 
     recording: Recording
-    run: Callable[[], torch.Tensor]
+    run: Callable[[], torch.Tensor]  # computes the recorded pass without the graph
     works: list[Any]
     fixed_bytes: int
 
@@ -123,16 +119,12 @@ class DecodeGraphs:
         self.sizes: list[int] = []
 
     def size_for(self, num_rows: int) -> int | None:
-        """Return the size of the smallest graph that has at least `num_rows` rows; None if all have fewer."""
+        """Return the size of the smallest graph with at least `num_rows` rows; None if there is none."""
         place = bisect_left(self.sizes, num_rows)
         return self.sizes[place] if place < len(self.sizes) else None
 
     def capture(self, inputs: ModelInputs) -> None:
-        """Capture a graph for as many rows as `inputs` has.
-
-        Before, the pass runs twice without a graph: first to raise NotCapturableError if it waits for the device, then
-        to load all kernels.
-        """
+        """Capture a graph for inputs of this size. Raises NotCapturableError if the pass waits for the device."""
         size = len(inputs.input_ids)
         works = [*inputs.context.works]
         context = replace(inputs.context, block_tables=self._tables[:, :size], works=works)

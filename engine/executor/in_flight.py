@@ -27,7 +27,6 @@ class SampledTokens:
         self._ids: list[torch.Tensor] = []
 
     def add_sequences(self, sequences: ListLike[Sequence]) -> None:
-        """Add N sequences that the step continues."""
         for sequence in sequences:
             self._places[sequence] = len(self._places)
 
@@ -40,42 +39,32 @@ class SampledTokens:
         return np.array([self._places[sequence] for sequence in sequences], dtype=np.int64)
 
     def ids(self) -> torch.Tensor:
-        """Return the ids of all sequences."""
         return self._ids[0] if len(self._ids) == 1 else torch.cat(self._ids)
 
 
 class PackedPart(NamedTuple):
-    """Part of a step (see `split`) whose arrays are in the StepBuffers.
+    """Part of a step (see `split`) whose arrays are in the StepBuffers."""
 
-    `indices` are the numbers of its rows in the step. `sampling` are the sequences of the rows that sample, with their
-    `parameters` (see `Sampler.enqueue`). If rows end with pending tokens, `pending` has the indices of these tokens
-    in `inputs.input_ids`, and their indices among the tokens that the step before sampled.
-    """
-
-    indices: ListLike[int]
+    indices: ListLike[int]  # numbers of the rows in the step
     rows: ListLike[ScheduledRow]
     batch: PackedBatch
     inputs: ModelInputs
-    sampling: list[Sequence]
-    parameters: torch.Tensor | None = None
+    sampling: list[Sequence]  # sequences of the rows that sample
+    parameters: torch.Tensor | None = None  # see `Sampler.enqueue`
+    #: Indices of pending tokens in input_ids, and in the tokens that the previous step sampled.
     pending: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class LaunchedPart(NamedTuple):
-    """Part of a launched step (see `split`): the rows of the step with these `indices`.
+    """Part of a launched step (see `split`)."""
 
-    `sampling_rows` are the rows of the part that sample, and `sampled` has their tokens. The first `prompt_counts[0]`
-    of the `prompt_logprobs` belong to row 0 of the part, the next `prompt_counts[1]` to row 1, and so on.
-    """
-
-    indices: ListLike[int]
-    sampling_rows: list[int]
-    sampled: PendingSample | None
-    prompt_counts: list[int]
+    indices: ListLike[int]  # numbers of the rows in the step
+    sampling_rows: list[int]  # rows of the part that sample
+    sampled: PendingSample | None  # their tokens
+    prompt_counts: list[int]  # how many of the `prompt_logprobs` belong to each row
     prompt_logprobs: list[PendingLogprobs]
 
     def collect(self) -> list[RowResult]:
-        """Wait for the device and return one result per row."""
         results = [RowResult() for _ in self.indices]
         if self.sampled is not None:
             for index, result in zip(self.sampling_rows, self.sampled.collect(), strict=True):
@@ -89,9 +78,9 @@ class LaunchedPart(NamedTuple):
 
 
 class LaunchedStep(NamedTuple):
-    """Step that the device may still be computing. `copies` are stopwatches of copies from and to host memory."""
+    """Step that the device may still be computing."""
 
     num_rows: int
     parts: list[LaunchedPart]
     stopwatch: Stopwatch
-    copies: list[Stopwatch]
+    copies: list[Stopwatch]  # of copies from and to host memory

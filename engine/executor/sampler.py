@@ -1,10 +1,8 @@
-"""Sampling of the next token from each row of logits. Each row has its own parameters and does not affect others.
-
-Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens and penalties change the logits
-(penalties.py). Then `sample` (kernels/reference.py) takes the best token of a greedy row, and draws from the other
-rows. The key of a draw is (sequence.seed, number of output tokens so far). So the draw does not depend on other rows,
-on chunking or on preemption.
-"""
+"""Sampling of the next token from each row of logits. Each row has its own parameters and does not affect others."""
+# Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens and penalties change the logits
+# (penalties.py). Then `sample` (kernels/reference.py) takes the best token of a greedy row, and draws from the other
+# rows. The key of a draw is (sequence.seed, number of output tokens so far). So the draw does not depend on other rows,
+# on chunking or on preemption.
 
 from __future__ import annotations
 
@@ -36,22 +34,18 @@ def is_greedy(sampling: SamplingParams) -> bool:
 
 
 class PendingSample:
-    """Sampled tokens that the device may still be computing. Nothing here waits for the device except `collect`.
-
-    `token_ids` [R] has the sampled ids (int64, on the device), entry i for sequences[i] of `Sampler.enqueue`. A
-    sequence without a usable token has a valid id too, so that the next step can read `token_ids` before `collect`.
-    """
+    """Sampled tokens that the device may still be computing."""
 
     def __init__(
         self, outcomes: torch.Tensor, logprobs: ListLike[PendingLogprobs], rows_with_logprobs: ListLike[int]
     ) -> None:
+        #: Int64 [R], on the device; valid ids even for rows without a usable token.
         self.token_ids = outcomes.clamp(min=0)
         self._outcomes = HostCopy(outcomes)
         self._logprobs = logprobs
         self._rows_with_logprobs = rows_with_logprobs
 
     def collect(self) -> list[RowResult]:
-        """Wait for the device and return one result per row."""
         results = [result_of(outcome) for outcome in self._outcomes.wait().tolist()]
         for row, found in zip(self._rows_with_logprobs, collect_logprobs(self._logprobs), strict=True):
             results[row].logprob = found if results[row].error is None else None
@@ -59,26 +53,22 @@ class PendingSample:
 
 
 class Sampler:
-    """Sampler of the next tokens of sequences. Its only state is the token counts of sequences with penalties.
-
-    It holds fp32 copies of at most `rows_at_once` rows at a time.
-    """
+    """Sampler of the next tokens of sequences. It holds fp32 copies of at most `rows_at_once` rows at a time."""
 
     def __init__(self, rows_at_once: int = 1 << 31) -> None:
         self._editor = LogitEditor()
         self._rows_at_once = rows_at_once
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the state of sequences that have ended."""
         self._editor.forget(request_ids)
 
     def enqueue(
         self, logits: torch.Tensor, sequences: ListLike[Sequence], parameters: torch.Tensor | None = None
     ) -> PendingSample:
-        """Start to sample a token for each row of logits [R, V], R > 0, which may be overwritten.
+        """Start to sample a token for each row of logits [R, V], which may be overwritten.
 
         Row i continues sequences[i]. A row whose best logit is not finite will get an `error`. The ids in logit_bias
-        must be below V. `parameters` has the `parameters_of` the sequences if they are on the device already.
+        must be below V. `parameters` is `parameters_of(sequences)` if that is on the device already.
         """
         if parameters is None:
             parameters = to_device(parameters_of(sequences), logits.device)
@@ -147,7 +137,6 @@ class PendingLogprobs:
         self._counts = counts
 
     def collect(self) -> list[TokenLogprob]:
-        """Wait for the device and return one result per row."""
         columns = zip(*(copy.wait().tolist() for copy in self._copies), self._counts, strict=True)
         return [
             TokenLogprob(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
@@ -160,7 +149,7 @@ def enqueue_logprobs(
 ) -> list[PendingLogprobs]:
     """Start to compute the log-probabilities of `token_ids` [N] and of the `counts` best tokens of logits [N, V].
 
-    Each part of the result has rows_at_once rows, because only that many rows are converted to fp32 at a time.
+    Each part of the result has at most rows_at_once rows.
     """
     return [
         PendingLogprobs(torch.log_softmax(logits[part].float(), dim=1), token_ids[part], counts[part])
@@ -169,5 +158,5 @@ def enqueue_logprobs(
 
 
 def collect_logprobs(parts: ListLike[PendingLogprobs]) -> list[TokenLogprob]:
-    """Wait for the device and return the log-probabilities of all parts, one after the other."""
+    """Return the log-probabilities of all parts, one after the other."""
     return [found for part in parts for found in part.collect()]

@@ -42,16 +42,15 @@ _GREEDY = SamplingParams(temperature=0)
 class TorchExecutor(Executor):
     """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
 
-    On a GPU it looks ahead: a step reads the ids of pending tokens on the device, so its launch need not wait until the
-    host knows them. On a CPU, `launch` computes the step, so looking ahead would gain nothing.
-
-    Other rows of a batch change a row's logits only through rounding, because matrix products of different sizes add
-    numbers in different orders. The change is about 1e-6 (fp32) or a few bf16 ulps, which can swap two tokens with
-    nearly equal logits.
-
-    Without `layout`, all layers keep the KV of all tokens. Raises ModelError if the engine would not compute the same
-    logits as transformers, if the model does not support max_model_len tokens, or if its layers do not suit the layout.
+    Raises ModelError if the engine would not compute the same logits as transformers, if the model does not support
+    max_model_len tokens, or if its layers do not suit the layout.
     """
+
+    # On a GPU it looks ahead: a step reads the ids of pending tokens on the device, so its launch need not wait until
+    # the host knows them. On a CPU, `launch` computes the step, so looking ahead would gain nothing. Other rows of a
+    # batch change a row's logits only through rounding, because matrix products of different sizes add numbers in
+    # different orders. The change is about 1e-6 (fp32) or a few bf16 ulps, which can swap two tokens with nearly equal
+    # logits.
 
     def __init__(
         self,
@@ -108,7 +107,6 @@ class TorchExecutor(Executor):
         self.kv_cache_bytes = self._cache.num_bytes
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue the work of a step; see `Executor.launch`. On a CPU, this computes the step."""
         self._sampler.forget(plan.finished)
         previous, self._sampled = self._sampled, SampledTokens()
         if self._host is not None:
@@ -182,10 +180,9 @@ class TorchExecutor(Executor):
     def _pack(
         self, rows: ListLike[ScheduledRow], size: int | None = None, *, every_token: bool = False
     ) -> tuple[PackedBatch, ModelInputs]:
-        """Start new StepBuffers, and put the model's inputs for these rows there.
+        """Put the model's inputs for these rows into new StepBuffers.
 
-        Decodes are padded to `size` rows for a graph. With `every_token`, the model computes the logits of every token,
-        and not only those of the batch's `logit_rows`.
+        Decodes are padded to `size` rows for a graph. With `every_token`, the model computes the logits of every token.
         """
         batch = pack(rows, self.block_size, size)
         buffers = self._buffers
@@ -204,7 +201,6 @@ class TorchExecutor(Executor):
         return batch, ModelInputs(input_ids, positions, context, logit_rows, fixed_bytes, size is not None)
 
     def _launch_part(self, packed: PackedPart, previous: SampledTokens, current: SampledTokens) -> LaunchedPart:
-        """Queue the work of a part whose arrays are in the StepBuffers."""
         batch, sampling = packed.batch, packed.sampling
         self._buffers.upload()
         if packed.pending is not None:
@@ -313,19 +309,15 @@ class TorchExecutor(Executor):
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
         """Return a plan of a step whose time is to be measured.
 
-        `rows` has (number of context tokens, number of new tokens) for each sequence. Sequences are greedy. The step
-        also swaps `num_swapped` blocks out and in again. Computing the plan overwrites the cache, so afterwards the
-        engine must not serve requests.
+        `rows` has (context tokens, new tokens) for each sequence. The step also swaps `num_swapped` blocks out and in
+        again. It overwrites the cache, so afterwards the engine must not serve requests.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]
         return StepPlan(dummies, swap_out=pairs, swap_in=pairs)
 
     def _dummy_row(self, row: int, num_tokens: int, start: int, sampling: SamplingParams) -> ScheduledRow:
-        """Return a row of an invented sequence that has `start` computed tokens and `num_tokens` new tokens.
-
-        `row` is the row's number in the step. Rows share blocks if the cache has too few.
-        """
+        """Return row number `row` of a step, for an invented sequence with `start` computed tokens."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

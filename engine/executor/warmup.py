@@ -17,10 +17,10 @@ LONG_CONTEXT = 1024
 
 
 class WarmupStep(NamedTuple):
-    """Step of the warm-up. `rows` has (number of context tokens, number of new tokens) for each sequence."""
+    """Step of the warm-up."""
 
     name: str
-    rows: list[tuple[int, int]]
+    rows: list[tuple[int, int]]  # (context tokens, new tokens) of each sequence
     sampling: SamplingParams
 
 
