@@ -42,8 +42,7 @@ def paged_attention(
 ) -> Tensor:
     """Compute `reference.paged_attention` with the backend of the query's device.
 
-    Raises ValueError unless the shapes and options fit each other. Values in tensors are not checked, because then the
-    CPU would have to wait for the GPU.
+    Raises ValueError unless the shapes and options fit each other. Values in tensors are not checked.
     """
     _check_caches(key_cache, value_cache)
     _, heads, head_dim = query.shape
@@ -111,7 +110,7 @@ def backend_name(device_type: str) -> BackendName:
 
 @cache
 def load_backend(name: BackendName) -> ModuleType:
-    """Import a backend when it is first used. Numba and Triton take a second to import, and no process uses both."""
+    """Import a backend when it is first used, because Numba and Triton take a second to import."""
     return importlib.import_module(MODULES[name])
 
 

@@ -20,11 +20,11 @@ LAYER_BYTES = 512 << 10
 
 
 class CapturedGraphs(NamedTuple):
-    """Graphs that were captured: their number, the rows of the largest, the time it took, and their bytes."""
+    """Graphs that were captured."""
 
     num_graphs: int
-    max_rows: int
-    seconds: float
+    max_rows: int  # rows of the largest graph
+    seconds: float  # time of the capture
     num_bytes: int
 
 
@@ -43,11 +43,7 @@ def graph_sizes(max_rows: int) -> list[int]:
 def graph_bytes(
     shape: ModelShape, max_rows: int, dtype_bytes: int, *, max_context: int, block_size: int, num_groups: int
 ) -> int:
-    """Return an estimate of the memory of all graphs for steps of up to `max_rows` decodes.
-
-    It has the activations of the largest graph, the logits of each graph, their common block tables, and what the
-    driver holds.
-    """
+    """Return an estimate of the memory of all graphs for steps of up to `max_rows` decodes."""
     sizes = graph_sizes(max_rows)
     logits = sum(sizes) * shape.vocab_size * dtype_bytes
     tables = 4 * num_groups * sizes[-1] * -(-max_context // block_size)

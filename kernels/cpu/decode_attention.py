@@ -1,11 +1,9 @@
-"""Attention of sequences with few queries (decodes and very short chunks), which reads KV blocks in place.
-
-A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. A work item is one split
-of one row and one KV head: it reads each key and value once, converts it to float32 and uses it for all query heads of
-this KV head. It yields each head's maximum score, sum of exponentials and weighted sum of values. `join_splits` joins
-the splits of a row, as in flash-decoding. Every thread gets the same number of items. The splits of a row depend on
-this row alone, so the result of a row is bit for bit the same in every batch.
-"""
+"""Attention of sequences with few queries (decodes and very short chunks), which reads KV blocks in place."""
+# A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. A work item is one
+# split of one row and one KV head: it reads each key and value once, converts it to float32 and uses it for all query
+# heads of this KV head. It yields each head's maximum score, sum of exponentials and weighted sum of values.
+# `join_splits` joins the splits of a row, as in flash-decoding. Every thread gets the same number of items. The splits
+# of a row depend on this row alone, so the result of a row is bit for bit the same in every batch.
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ Arguments = arguments_type(
 
 
 class RowList(NamedTuple):
-    """Rows of a batch as `list_rows` returns them, and the number of their splits."""
+    """Result of `list_rows`, and the number of splits in it."""
 
     rows: npt.NDArray[np.intp]
     num_splits: int
@@ -49,12 +47,10 @@ class RowList(NamedTuple):
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """List the query tokens of all sequences that have at most max_queries, as an array [5, rows + 1] of intp.
-
-    With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
-    r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
-    i] to r[FIRST_SPLIT, i + 1] - 1.
-    """
+    """List the query tokens of all sequences that have at most max_queries, as an array [5, rows + 1] of intp."""
+    # With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
+    # r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
+    # i] to r[FIRST_SPLIT, i + 1] - 1.
     rows = np.empty((5, cu_seqlens_q[-1] + 1), np.intp)
     count = splits = 0
     for sequence in range(context_lens.shape[0]):
@@ -86,9 +82,8 @@ def attend_rows(
 ) -> None:
     """Compute the attention of the listed rows and write it to `output` [tokens, heads, value_dim].
 
-    Other tokens of `output` do not change. `query` and `output` have the same type, float32 or bfloat16. `sinks` and
-    `slopes` are float32, the caches are float32, bfloat16 or float16, and `block_tables` are int32. All tensors must be
-    contiguous.
+    `query` and `output` have the same type, float32 or bfloat16. `sinks` and `slopes` are float32, the caches are
+    float32, bfloat16 or float16, and `block_tables` are int32. All tensors must be contiguous.
     """
     rows, num_splits = listed
     tokens, heads, head_dim = query.shape
@@ -126,7 +121,7 @@ def attend_rows(
 
 @cache
 def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs, compiled for query and output of `element` and a cache of `cached`."""
+    """Compile and return the function that each thread runs."""
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
@@ -178,11 +173,9 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
 
 @jit()
 def convert_tile(cache: Any, table: Any, kv_head: int, begin: int, end: int, stop: int, tile: Any) -> None:
-    """Convert the keys or values of the positions begin to end - 1 to float32, into the first rows of `tile`.
-
-    Each iteration prefetches a row of the next block, but of no block after position stop - 1. Prefetching all rows at
-    once would saturate the memory bus.
-    """
+    """Convert the keys or values of the positions begin to end - 1 to float32, into the first rows of `tile`."""
+    # Each iteration prefetches a row of the next block, but of no block after position stop - 1. Prefetching all rows
+    # at once would saturate the memory bus.
     block_size = cache.shape[2]
     last_block = (stop - 1) // block_size
     for block in range(begin // block_size, (end - 1) // block_size + 1):
@@ -195,7 +188,6 @@ def convert_tile(cache: Any, table: Any, kv_head: int, begin: int, end: int, sto
 
 
 def convert(vectors: Any, number: int, tile: Any, row: int) -> None:
-    """Convert vectors[number] to float32, and write it to tile[row]."""
     raise NotImplementedError("compiled code only")
 
 
@@ -293,10 +285,8 @@ def sum_values(
 
 @jit()
 def join_splits(parts: Any, stats: Any, sink: Any, output: Any) -> None:
-    """Write one head's output: the sum of its splits' weighted values, divided by the sum of all exponentials.
-
-    All exponentials are first rescaled to the largest maximum. A sink adds only to the sum of exponentials.
-    """
+    """Write one head's output: the sum of its splits' weighted values, divided by the sum of all exponentials."""
+    # All exponentials are first rescaled to the largest maximum. A sink adds only to the sum of exponentials.
     maximum = sink
     for split in range(stats.shape[0]):
         maximum = max(maximum, stats[split, 0])

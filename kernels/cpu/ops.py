@@ -24,12 +24,9 @@ sample = sampling.sample
 
 
 class Work(NamedTuple):
-    """Work lists of a batch: its prefill chunks, and the rows of all other sequences.
+    """Work lists of a batch: its prefill chunks, and the rows of all other sequences."""
 
-    For each chunk, `chunks` has the slice of its tokens, the index of its sequence, and the sequence's context length.
-    """
-
-    chunks: list[tuple[slice, int, int]]
+    chunks: list[tuple[slice, int, int]]  # tokens, index of the sequence, length of its context
     listed: RowList
 
 

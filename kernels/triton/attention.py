@@ -1,10 +1,8 @@
-"""Paged attention of packed batches for CUDA, after FlashAttention-2 and flash-decoding.
-
-A tile is consecutive queries of one sequence, with all query heads that share one KV head. So even in a decode, the
-query heads fill the rows of a tensor-core product. A work item is one tile with some of its keys. The host lists the
-items of a step (see `tiling`), and each program computes one item for one KV head. A tile whose keys are divided among
-several items has scratch memory for the result of each, a slot, and `join_kernel` joins these results.
-"""
+"""Paged attention of packed batches for CUDA, after FlashAttention-2 and flash-decoding."""
+# A tile is consecutive queries of one sequence, with all query heads that share one KV head. So even in a decode, the
+# query heads fill the rows of a tensor-core product. A work item is one tile with some of its keys. The host lists the
+# items of a step (see `tiling`), and each program computes one item for one KV head. A tile whose keys are divided
+# among several items has scratch memory for the result of each, a slot, and `join_kernel` joins these results.
 
 # Triton code has no Python types. Names in capitals are compile-time constants.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -20,10 +18,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def begin_softmax(sinks, heads, real, is_first, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """Return each row's maximum and sum of exponentials before the first key.
-
-    A sink is a key without a value. Only the first item of a tile has it.
-    """
+    """Return each row's maximum and sum of exponentials before the first key."""
+    # A sink is a key without a value. Only the first item of a tile has it.
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # noqa: SIM102  (SINKS is decided at compile time)
@@ -48,10 +44,7 @@ def score_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return the scores of a tile of keys, multiplied by log2 e, so that exp2 of them gives the softmax's exponentials.
-
-    If MASKED, the score is -inf for a key that a row does not attend to.
-    """
+    """Return the scores of a tile of keys, multiplied by log2 e, because the kernel computes exponentials with exp2."""
     scores = tl.dot(query, key, input_precision="ieee") * scale
     if SOFTCAP:  # softcap * tanh(score / softcap)
         scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
@@ -93,11 +86,9 @@ def visit_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total of each row.
-
-    Unless MASKED, each row must attend to all of these keys, and their number must be a multiple of BLOCK_N. Unless
-    SOFTCAP, `scale` must contain the factor log2 e.
-    """
+    """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total of each row."""
+    # Without MASKED, each row must attend to all of these keys, and their number must be a multiple of BLOCK_N. Without
+    # SOFTCAP, `scale` must contain the factor log2 e.
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -222,10 +213,9 @@ def attend_kernel(
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
-    """Compute one item for one KV head. The program id is item x KV_HEADS + KV head, so that long items start first.
-
-    Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
-    """
+    """Compute one work item for one KV head."""
+    # The program id is item x KV_HEADS + KV head, so that long items start first. Row m of a tile is query m // GROUP
+    # of the tile and query head m % GROUP of the KV head.
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * 8
     sequence, first_token, num_queries = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -271,10 +261,8 @@ def join_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Join the slots of one query and head. The program ids are the numbers of the join, the head and the query.
-
-    CHUNK slots at a time are rescaled from their own maxima to the largest maximum of all slots so far.
-    """
+    """Join the slots of one query and head. The program ids are the numbers of the join, the head and the query."""
+    # CHUNK slots at a time are rescaled from their own maxima to the largest maximum of all slots so far.
     head, number = tl.program_id(1), tl.program_id(2)
     join = joins + tl.program_id(0) * 4
     first_token, num_queries, first_slot, num_slots = (

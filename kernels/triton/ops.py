@@ -59,7 +59,7 @@ class Launch(NamedTuple):
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[list[Launch]]:
-    """Compute `reference.prepare_attention`: a launch for the decodes, if there are any, and one for the chunks."""
+    """Return the launches of each layer: one for the decodes, if there are any, and one for the chunks."""
     gpu, lengths = find_gpu(device), cu_seqlens_q[1:] - cu_seqlens_q[:-1]
     kinds = (True, np.flatnonzero(lengths == 1).astype(np.int32)), (False, np.flatnonzero(lengths > 1).astype(np.int32))
     works: dict[AttentionShape, list[Launch]] = {}
@@ -102,11 +102,9 @@ def paged_attention(
     work: list[Launch] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous.
-
-    Products of float32 are computed in full float32, without TF32. Products of 16-bit types are accumulated in float32,
-    and the softmax weights are rounded to the query's dtype, as in every flash attention.
-    """
+    """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous."""
+    # Products of float32 are computed in full float32, without TF32. Products of 16-bit types are accumulated in
+    # float32, and the softmax weights are rounded to the query's dtype, as in every flash attention.
     _check_heads(query)
     tokens, heads, head_dim = query.shape
     _, kv_heads, _, value_dim = value_cache.shape

@@ -1,10 +1,9 @@
-"""Division of a step's attention into work items for the programs of a GPU.
-
-The tiles of a launch have E units of work for each KV head, so that all KV heads together have two units for each
-multiprocessor. With N keys in all tiles, a unit is N / E keys, or MIN_SPLIT_TOKENS if that is more. The keys of a tile
-are divided into as many items as the tile has whole units, so an item has less than two units. If all tiles are equal,
-all programs run at once. R tiles give at most R + E items. At most E of them need slots, for at most E / 2 joins.
-"""
+"""Division of a step's attention into work items for the programs of a GPU."""
+# The tiles of a launch have E units of work for each KV head, so that all KV heads together have two units for each
+# multiprocessor. With N keys in all tiles, a unit is N / E keys, or MIN_SPLIT_TOKENS if that is more. The keys of a
+# tile are divided into as many items as the tile has whole units, so an item has less than two units. If all tiles are
+# equal, all programs run at once. R tiles give at most R + E items. At most E of them need slots, for at most E / 2
+# joins.
 
 from __future__ import annotations
 
@@ -23,26 +22,22 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 class Tiling(NamedTuple):
-    """Sizes of the tiles of one launch: block_m rows (queries x query heads of one KV head) and block_n keys.
+    """Sizes of the tiles of one launch."""
 
-    The head size of keys is padded to block_d, the head size of values to block_v.
-    """
-
-    block_m: int
-    block_n: int
-    block_d: int
-    block_v: int
+    block_m: int  # rows: queries x query heads of one KV head
+    block_n: int  # keys
+    block_d: int  # head size of keys, padded
+    block_v: int  # head size of values, padded
     num_warps: int
     num_stages: int
 
 
 class Item(IntEnum):
-    """Column of the array of work items. The queries of an item are consecutive tokens.
+    """Column of the array of work items. The queries of an item are consecutive tokens."""
 
-    TABLE is a row of the block tables, and FIRST_POSITION the position of the first query in its sequence. The item has
-    the keys BEGIN to END - 1. SLOT is -1 if these are all keys of the tile. IS_FIRST is 1 for the first item of a tile,
-    else 0. An item without queries has no work.
-    """
+    # TABLE is a row of the block tables, and FIRST_POSITION the position of the first query in its sequence. The item
+    # has the keys BEGIN to END - 1. SLOT is -1 if these are all keys of the tile. IS_FIRST is 1 for the first item of a
+    # tile, else 0. An item without queries has no work.
 
     TABLE = 0
     FIRST_TOKEN = 1
@@ -64,19 +59,19 @@ class Join(IntEnum):
 
 
 class WorkList(NamedTuple):
-    """Work items [W, 8] and joins [J, 4] of one launch, the number of slots, and the most queries of a tile."""
+    """Work of one launch."""
 
-    items: Int32
-    joins: Int32
+    items: Int32  # [W, 8], see Item
+    joins: Int32  # [J, 4], see Join
     num_slots: int
-    tile_queries: int
+    tile_queries: int  # most queries of a tile
 
 
 class Gpu(NamedTuple):
-    """Number of a GPU's streaming multiprocessors, and its compute capability, such as 89 for 8.9."""
+    """Properties of a GPU."""
 
-    num_processors: int
-    capability: int
+    num_processors: int  # streaming multiprocessors
+    capability: int  # compute capability, such as 89 for 8.9
 
 
 @cache
@@ -88,7 +83,7 @@ def find_gpu(device: torch.device) -> Gpu:
 def choose_tiling(
     *, capability: int, decodes: bool, group: int, head_dim: int, value_dim: int, item_size: int
 ) -> Tiling:
-    """Choose the tile sizes for a launch of decodes, which have one query, or of chunks.
+    """Choose the tile sizes for a launch of decodes (one query each) or of chunks.
 
     `group` is the number of query heads per KV head. `item_size` is the bytes of one element of the query.
     """
@@ -121,8 +116,8 @@ def list_work(
     """List the work of some `sequences` (indices [S]) of a batch, the longest items first.
 
     `bounds` [B + 1] and `contexts` [B] are cu_seqlens_q and context_lens. A tile has up to `tile_queries` queries, and
-    the kernel visits `block_n` keys at a time. `units` is E of the module's docstring. If `fixed`, empty items and
-    joins are added, so that all shapes depend only on `units` and the number of tiles.
+    the kernel visits `block_n` keys at a time. If `fixed`, empty items and joins are added, so that all shapes depend
+    only on `units` and the number of tiles.
     """
     lengths = (bounds[1:] - bounds[:-1])[sequences]
     counts = -(-lengths // tile_queries)
