@@ -70,8 +70,8 @@ class EngineConfig:
     )
     model_impl: ModelImplementation = knob(
         "auto",
-        "what computes the layers: fused, a few large operations per layer, for Llama-like models; transformers, the "
-        "code of that library, for every model; auto is fused if it knows the model",
+        "what computes the layers: fused, a few large operations per layer, for most models; transformers, the code of "
+        "that library, for models that use its attention interface; auto is fused if it knows the model",
         choices=get_args(ModelImplementation),
     )
     max_model_len: int | None = knob(

@@ -10,7 +10,7 @@ a block table after the context, or before a sliding window, are never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, Required, TypedDict
 
@@ -20,8 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Activation functions of gated MLPs; gelu_tanh is GELU with the approximation by tanh.
-Activation = Literal["silu", "gelu_tanh"]
+#: Activation functions of MLPs; gelu_tanh is GELU with the approximation by tanh.
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 Int32 = npt.NDArray[np.int32]
@@ -240,29 +245,36 @@ def add_norm(
     residual: Tensor,
     branch: Tensor | None,
     weight: Tensor,
+    bias: Tensor | None = None,
     *,
     eps: float,
     offset: float = 0.0,
+    centred: bool = False,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Add `branch` [T, N], if given, to `residual` [T, N] in place, and return the RMS norm of the sum, [T, N].
+    """Add `branch` [T, N], if given, to `residual` [T, N] in place, and return the norm of the sum, [T, N].
 
-    The norm of a row x is x / sqrt(mean(x^2) + eps) * (weight + offset), with `weight` [N]. With `branch_weight` [N],
-    the branch is normalised with these weights before it is added (Gemma-2). All sums are computed in float32. The norm
+    The RMS norm of a row x is x / sqrt(mean(x^2) + eps) * (weight + offset) + bias, with `weight` and `bias` [N]. With
+    `centred`, the row's mean is subtracted from x first, which gives LayerNorm. With `branch_weight` [N], the branch is
+    normalised with these weights and no bias before it is added (Gemma-2). All sums are computed in float32. The norm
     of the branch, the sum and the result are rounded to the type of `residual`.
     """
     if branch is not None:
         if branch_weight is not None:
-            branch = rms_norm(branch, branch_weight, eps, offset)
+            branch = norm(branch, branch_weight, eps=eps, offset=offset, centred=centred)
         residual += branch
-    return rms_norm(residual, weight, eps, offset)
+    return norm(residual, weight, bias, eps=eps, offset=offset, centred=centred)
 
 
-def rms_norm(rows: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Return the RMS norm of the last dimension of `rows`, with weights `weight + offset`, in the type of `rows`."""
+def norm(
+    rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, offset: float = 0.0, centred: bool = False
+) -> Tensor:
+    """Return the norm of the last dimension of `rows`, in the type of `rows`; see `add_norm`."""
     x = rows.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * (weight.float() + offset)).to(rows.dtype)
+    if centred:
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+    return (x if bias is None else x + bias.float()).to(rows.dtype)
 
 
 def rotate_and_write(
@@ -277,30 +289,42 @@ def rotate_and_write(
     offset: float = 0.0,
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
+    by_group: bool = False,
 ) -> Tensor:
     """Rotate queries and keys by their positions, write keys and values to the cache, and return the queries.
 
     A row of `projected` [T, (heads + 2 x kv_heads) x D] has the vectors of all query heads, then of all key heads, then
-    of all value heads. `cos` and `sin` are [T, D] in the type of `projected`. A vector x becomes x cos + (-x2, x1) sin,
-    where x1 and x2 are the halves of x (rotary position embedding, Su et al. 2021). With `query_weight` and
-    `key_weight` [D], each vector is first replaced by its RMS norm (see `add_norm`; Qwen3, Gemma-3).
+    of all value heads. With `by_group`, it has for each KV head the vectors of its query heads, of its key and of its
+    value (BLOOM, Falcon, GPT-NeoX). `cos` and `sin` are [T, R] in the type of `projected`, where R is even and at most
+    D. The first R numbers x of a vector become x cos + (-x2, x1) sin, where x1 and x2 are the halves of x (rotary
+    position embedding, Su et al. 2021). With `query_weight` and `key_weight` [D], each vector is first replaced by its
+    RMS norm (see `add_norm`; Qwen3, Gemma-3).
 
     Keys and values are written like `write_kv` does. The queries are [T, heads, D].
     """
     _, kv_heads, _, head_dim = key_cache.shape
     vectors = projected.view(len(projected), -1, head_dim)
-    query, key, value = torch.split(vectors, [vectors.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    heads = vectors.shape[1] - 2 * kv_heads
+    if by_group:
+        groups = vectors.view(len(projected), kv_heads, -1, head_dim)
+        query, key, value = (part.flatten(1, 2) for part in torch.split(groups, [heads // kv_heads, 1, 1], dim=2))
+    else:
+        query, key, value = torch.split(vectors, [heads, kv_heads, kv_heads], dim=1)
     if query_weight is not None and key_weight is not None:
-        query, key = rms_norm(query, query_weight, eps, offset), rms_norm(key, key_weight, eps, offset)
+        query, key = (
+            norm(part, weight, eps=eps, offset=offset) for part, weight in ((query, query_weight), (key, key_weight))
+        )
     write_kv(rotate(key, cos, sin), value, key_cache, value_cache, slot_mapping)
     return rotate(query, cos, sin)
 
 
 def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary position embedding to `vectors` [T, heads, D]; see `rotate_and_write`."""
-    x, half = vectors.float(), vectors.shape[2] // 2
+    size = cos.shape[1]
+    x, half = vectors[..., :size].float(), size // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=2)
-    return (x * cos.float()[:, None] + turned * sin.float()[:, None]).to(vectors.dtype)
+    rotated = (x * cos.float()[:, None] + turned * sin.float()[:, None]).to(vectors.dtype)
+    return torch.cat([rotated, vectors[..., size:]], dim=2)
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -311,5 +335,9 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) x up, [T, N]. A row of `gate_up` [T, 2 N] has the N numbers of gate, then the N of up."""
     gate, up = gate_up.float().chunk(2, dim=1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (gate * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def activated(rows: Tensor, activation: Activation) -> Tensor:
+    """Return activation(rows), computed in float32, in the type of `rows` [T, N]."""
+    return ACTIVATIONS[activation](rows.float()).to(rows.dtype)

@@ -163,7 +163,9 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": _family(
         _biased("use_bias", gated_mlp=False, norm_vectors=2), f"{_GROUPED} use_bias", tie_word_embeddings=True
     ),
-    "gpt_neox": _family(_GPT, "intermediate_size"),
+    "gpt_neox": _family(
+        replace(_GPT, qkv_bias="attention_bias", out_bias="attention_bias"), "intermediate_size", attention_bias=True
+    ),
     "gpt2": _family(_GPT2, "", tie_word_embeddings=True),
     "gpt_bigcode": _family(_GPT2, "multi_query", tie_word_embeddings=True),
     "opt": _family(_GPT2, "ffn_dim word_embed_proj_dim do_layer_norm_before", tie_word_embeddings=True),

@@ -76,7 +76,8 @@ def model_shape(
         notes=notes + assumed,
         heads=heads,
         query_size=heads * max((group.head_dim_k for group in geometry.groups), default=0),
-        whole_scores=fields.model_type in ("gpt_oss", "bloom") or bool(fields.get("attn_logit_softcapping")),
+        whole_scores=fields.model_type in ("gpt_oss", "bloom", "mpt")
+        or bool(fields.get("attn_logit_softcapping") or fields.get("alibi")),
         fp8_kv=quantization is not None and quantization.fp8_kv,
         exact=weights.exact and bool(vocab and hidden) and not assumed,
     )

@@ -2,7 +2,8 @@
 
 A layer is four matrix products (queries, keys and values in one; output; gate and up in one; down), attention, and four
 kernels between them: two that add the output of attention or MLP to the residual and normalise the sum, one that
-rotates and writes to the KV cache, and one gated activation. The decoder reads the model's own parameters: where it
+rotates and writes to the KV cache, and one activation. In models like GPT-NeoX, where attention and MLP read the same
+residual, their sum is one kernel, and a second norm another. The decoder reads the model's own parameters: where it
 needs several matrices in one, the model's parameters become views of the joined matrix, so that the model takes no more
 memory and still works.
 """
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.paged import KVCache, PagedContext, PagedModel
 from llmsched.engine.model.probe import AttentionCall
-from llmsched.engine.model.structure import LayerParts, UnknownStructureError, read_structure
+from llmsched.engine.model.structure import LayerParts, Norm, UnknownStructureError, read_structure
 from llmsched.kernels.dispatch import backend_name, load_backend, prepare_attention
 from llmsched.kernels.reference import Put
 
@@ -44,64 +45,68 @@ class Layer(NamedTuple):
     """One layer: its matrix products, norm weights and attention.
 
     `attention_norm` and `mlp_norm` are the weights of the norms of the outputs of attention and MLP, each None if the
-    output is added to the residual as it is. `middle_norm` are the weights of the norm before the MLP, and `next_norm`
-    the weights of the norm after the layer: the first norm of the next layer, or the model's last norm. `head_norms`
-    has the arguments of `rotate_and_write` that normalise heads. `rotary` is the index of the layer's rotary embedding.
+    output is added to the residual as it is. `middle_norm` is the norm before the MLP, empty if the MLP reads the same
+    norm as attention. `next_norm` is the norm after the layer: the first norm of the next layer, or the model's last
+    norm. `heads` has keyword arguments of `rotate_and_write`. `rotary` is the index of the layer's rotary embedding.
+    `clip` limits the size of all queries, keys and values.
     """
 
     project: Product
-    head_norms: dict[str, Any]
+    clip: float | None
+    heads: dict[str, Any]
     rotary: int
     call: AttentionCall
     output: Product
     attention_norm: Tensor | None
-    middle_norm: Tensor
-    gate_up: Product
+    middle_norm: tuple[()] | Norm
+    up: Product
     down: Product
     mlp_norm: Tensor | None
-    next_norm: Tensor
+    next_norm: Norm
 
 
 class FusedDecoder:
     """Decoder that runs a transformers model over the paged KV cache; see `PagedModel`.
 
-    The model must be in evaluation mode and on its device. `plain` is a slower wrapper of the same model, and `calls`
-    says how its layers call attention. Raises UnknownStructureError if the decoder does not know how to compute the
-    model, or if its logits differ from those of `plain`.
+    The model must be in evaluation mode and on its device. `calls` are the calls of attention of its layers. `plain` is
+    a slower wrapper of the same model, None if there is none. Raises UnknownStructureError if the decoder does not know
+    how to compute the model, or if its logits differ from those of `plain`, or of the model itself if that is None.
     """
 
     implementation: Literal["fused", "transformers"] = "fused"
 
-    def __init__(self, model: PreTrainedModel, plain: PagedModel, calls: Sequence[AttentionCall]) -> None:
+    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall], plain: PagedModel | None = None) -> None:
         parts = read_structure(model)
-        self.layers, self.attention, self.vocab_size = plain.layers, plain.attention, plain.vocab_size
-        self._parts, self._device, self._dtype = parts, model.device, parts.norm.dtype
+        self.layers, self.attention = [call.shape for call in calls], [call.attention for call in calls]
+        self.vocab_size = len(parts.head.weight)
+        self._parts, self._device, self._dtype = parts, model.device, parts.norm.weight.dtype
         self._kernels: Any = load_backend(backend_name(model.device.type))
-        self._norm_options = {"eps": parts.rule.eps, "offset": parts.rule.offset}
+        self._rule = parts.rule._asdict()
         #: Different rotary embeddings, by the name with which the model asks for them; False stands for none.
-        self._rotaries: list[str | bool | None] = list(dict.fromkeys(_rotary(layer) for layer in parts.layers))
-        _check_calls(
-            calls, [cos.shape[1] for cos, _ in self._tables(parts.norm[None], torch.zeros_like(parts.norm[:1]))]
-        )
+        self._rotaries: list[str | bool | None] = list(dict.fromkeys(map(_rotary, parts.layers, calls)))
+        row = parts.norm.weight.detach()[None]
+        _check_calls(calls, [cos.shape[1] for cos, _ in self._tables(row, torch.zeros_like(row[0, :1]))])
         following = [layer.attention_norm for layer in parts.layers[1:]] + [parts.norm]
         self._layers = [
             self._fuse(layer, call, next_norm)
             for layer, call, next_norm in zip(parts.layers, calls, following, strict=True)
         ]
         self._head = product([parts.head])
-        self._compare(plain)
+        self._compare(model, plain)
 
-    def _fuse(self, layer: LayerParts, call: AttentionCall, next_norm: Tensor) -> Layer:
-        norms = {"query_weight": layer.query_norm, "key_weight": layer.key_norm, **self._norm_options}
+    def _fuse(self, layer: LayerParts, call: AttentionCall, next_norm: Norm) -> Layer:
+        norms = {"query_weight": layer.query_norm, "key_weight": layer.key_norm}
+        norms |= {name: self._rule[name] for name in ("eps", "offset")}
         return Layer(
             project=product(layer.projections),
-            head_norms={} if layer.query_norm is None else norms,
-            rotary=self._rotaries.index(_rotary(layer)),
+            clip=layer.clip,
+            heads={"by_group": self._parts.traits.by_group} | ({} if layer.query_norm is None else norms),
+            rotary=self._rotaries.index(_rotary(layer, call)),
             call=call,
             output=product([layer.output]),
             attention_norm=layer.branch_norms[0],
-            middle_norm=layer.mlp_norm,
-            gate_up=product(layer.gate_up),
+            middle_norm=layer.mlp_norm or (),
+            up=product(layer.up),
             down=product([layer.down]),
             mlp_norm=layer.branch_norms[1],
             next_norm=next_norm,
@@ -109,70 +114,82 @@ class FusedDecoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
         """Compute logits; see `PagedModel.forward`."""
-        kernels, rule, activation = self._kernels, self._norm_options, self._parts.activation
-        linear = kernels.linear
+        kernels, rule, traits = self._kernels, self._rule, self._parts.traits
+        linear, activate = kernels.linear, kernels.gated if traits.gated else kernels.activated
         lengths = (context.cu_seqlens_q, context.context_lens)
         slots, block_tables = context.slot_mapping.unbind(0), context.block_tables.unbind(0)
         residual = self._parts.embed(input_ids)
         tables = self._tables(residual, positions)
-        normed = kernels.add_norm(residual, None, self._parts.layers[0].attention_norm, **rule)
+        normed = kernels.add_norm(residual, None, *self._parts.layers[0].attention_norm, **rule)
         for index, layer in enumerate(self._layers):
             keys, values, group = context.cache.of_layer(index)
-            cos, sin = tables[layer.rotary]
             call = layer.call
             # Each tensor is an argument or replaces `branch`, so that none is kept longer than the memory plan says.
-            branch = kernels.rotate_and_write(
-                linear(normed, *layer.project), cos, sin, keys, values, slots[group], **layer.head_norms
-            )
+            branch = linear(normed, *layer.project)
+            if layer.clip is not None:
+                branch.clamp_(-layer.clip, layer.clip)
+            branch = kernels.rotate_and_write(branch, *tables[layer.rotary], keys, values, slots[group], **layer.heads)
             branch = kernels.paged_attention(
                 branch, keys, values, block_tables[group], *lengths,
                 work=context.works[index], scale=call.scale, window=call.shape.window, softcap=call.softcap,
+                slopes=call.slopes,
             )  # fmt: skip
             branch = linear(branch.flatten(1), *layer.output)
-            normed = kernels.add_norm(residual, branch, layer.middle_norm, branch_weight=layer.attention_norm, **rule)
-            del branch
-            branch = linear(kernels.gated(linear(normed, *layer.gate_up), activation), *layer.down)
-            normed = kernels.add_norm(residual, branch, layer.next_norm, branch_weight=layer.mlp_norm, **rule)
+            if traits.parallel:
+                if layer.middle_norm:
+                    normed = kernels.add_norm(residual, None, *layer.middle_norm, **rule)
+                branch += linear(activate(linear(normed, *layer.up), traits.activation), *layer.down)
+            else:
+                residual = normed if traits.after_norm else residual
+                normed = kernels.add_norm(
+                    residual, branch, *layer.middle_norm, branch_weight=layer.attention_norm, **rule
+                )
+                del branch
+                residual = normed if traits.after_norm else residual
+                branch = linear(activate(linear(normed, *layer.up), traits.activation), *layer.down)
+            normed = kernels.add_norm(residual, branch, *layer.next_norm, branch_weight=layer.mlp_norm, **rule)
         logits: Tensor = linear(normed if logit_rows is None else normed[logit_rows], *self._head)
         softcap = self._parts.softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def _tables(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return cos and sin [T, D] of each rotary embedding, in the type of `hidden`."""
+        """Return cos and sin [T, R] of each rotary embedding, in the type of `hidden`."""
         found = []
         for kind in self._rotaries:
-            keyword = {} if kind is None or kind is False else {"layer_type": kind}
-            cos, sin = self._parts.rotary(hidden[None], positions[None], **keyword)
-            if kind is False:  # a rotation by nothing
-                cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+            if kind is False or self._parts.rotary is None:
+                cos = sin = hidden.new_empty(1, len(positions), 0)
+            else:
+                cos, sin = self._parts.rotary(
+                    hidden[None], positions[None], **({} if kind is None else {"layer_type": kind})
+                )
             found.append((cos[0].contiguous(), sin[0].contiguous()))
         return found
 
-    def _compare(self, plain: PagedModel) -> None:
-        """Raise UnknownStructureError if the logits of a few tokens differ from those of `plain`."""
-        count, device = TRIAL_TOKENS, self._device
-        ids = torch.arange(count, device=device) * 7919 % self.vocab_size
-        positions = torch.arange(count, device=device)
-        logits = []
-        for model in (plain, self):
-            cache = KVCache.allocate(self.layers, 1, KVLayout(count), self._dtype, device)
-            bounds, contexts = np.array([0, count], np.int32), np.array([count], np.int32)
-            put: Put = lambda array: torch.tensor(array, device=device)  # noqa: E731
-            works = prepare_attention(self.attention, bounds, contexts, device, put)
-            tables = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
-            with torch.inference_mode():
-                lengths = put(bounds), put(contexts)
-                context = PagedContext(cache, positions[None], tables, *lengths, works)
-                logits.append(model.forward(ids, positions, context, None).float())
-        expected, found = logits
+    def _compare(self, model: Any, plain: PagedModel | None) -> None:
+        """Raise UnknownStructureError if the logits of a few tokens differ from those of `plain`, or of the model."""
+        ids = torch.arange(TRIAL_TOKENS, device=self._device) * 7919 % self.vocab_size
+        with torch.inference_mode():
+            expected = model(input_ids=ids[None]).logits[0].float() if plain is None else self._trial_logits(plain, ids)
+            found = self._trial_logits(self, ids)
         spread = (expected - expected.mean(1, keepdim=True)).norm()
         difference = float((found - expected).norm() / spread)
         if not difference <= (TRIAL_TOLERANCE if self._dtype == torch.float32 else TRIAL_TOLERANCE_16):
             raise UnknownStructureError(f"its logits would differ by {difference:.2g} of their spread")
 
+    def _trial_logits(self, model: PagedModel, ids: Tensor) -> Tensor:
+        count, device = len(ids), self._device
+        cache = KVCache.allocate(self.layers, 1, KVLayout(count), self._dtype, device)
+        bounds, contexts = np.array([0, count], np.int32), np.array([count], np.int32)
+        put: Put = lambda array: torch.tensor(array, device=device)  # noqa: E731
+        works = prepare_attention(self.attention, bounds, contexts, device, put)
+        positions = torch.arange(count, device=device)
+        tables = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
+        context = PagedContext(cache, positions[None], tables, put(bounds), put(contexts), works)
+        return model.forward(ids, positions, context, None).float()
 
-def _rotary(layer: LayerParts) -> str | bool | None:
-    return layer.kind if layer.rotates else False
+
+def _rotary(layer: LayerParts, call: AttentionCall) -> str | bool | None:
+    return layer.kind if layer.rotates and call.slopes is None else False
 
 
 def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None:
@@ -186,8 +203,8 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
             raise UnknownStructureError("attention has sinks")
         if shape.key_dim != shape.value_dim:
             raise UnknownStructureError("keys and values differ in width")
-        if set(rotated) != {shape.key_dim}:
-            raise UnknownStructureError(f"{rotated} of {shape.key_dim} dimensions of a head have a rotary embedding")
+        if max(rotated) > shape.key_dim:
+            raise UnknownStructureError(f"rotary embeddings of {max(rotated)} for heads of {shape.key_dim} numbers")
 
 
 def product(linears: Sequence[nn.Linear]) -> Product:

@@ -51,6 +51,7 @@ class AttentionCall(NamedTuple):
     has_sinks: bool
     heads: int
     item_size: int
+    slopes: torch.Tensor | None = None
 
     @property
     def attention(self) -> AttentionShape:

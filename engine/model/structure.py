@@ -1,14 +1,14 @@
 """Recognition of transformers models whose layers the fused decoder can compute.
 
 A model is recognised by the modules that it consists of. If the class or name of a module does not say what the module
-computes, the module is run on test values: RMS norms differ in an offset of their weights, and activation functions
-have many names. The decoder also compares its logits with those of the model, because some models multiply by factors
+computes, the module is run on test values: norms differ in an offset of their weights, and activation functions have
+many names. The decoder also compares its logits with those of the model, because some models multiply by factors
 between modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,16 +22,36 @@ from llmsched.kernels.reference import Activation
 
 #: Modules that change nothing in evaluation mode.
 _IDLE = (nn.Dropout, nn.Identity)
-_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+#: Names that models give to a module, by what the module does.
+_NAMES: Mapping[str, str] = {
+    "decoder": "model transformer gpt_neox",
+    "head": "lm_head",
+    "embed": "embed_tokens word_embeddings wte embed_in",
+    "embed_norm": "word_embeddings_layernorm",
+    "layers": "layers h blocks",
+    "norm": "norm ln_f norm_f final_layer_norm final_layernorm",
+    "rotary": "rotary_emb",
+    "attention": "self_attn self_attention attn attention",
+    "mlp": "mlp ffn",
+    "attention_norm": "input_layernorm norm_1 ln_attn",
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm norm_2 ln_mlp",
+    "post_mlp_norm": "post_feedforward_layernorm",
+    "qkv": "qkv_proj Wqkv",
+    "grouped_qkv": "query_key_value",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "query_norm": "q_norm",
+    "key_norm": "k_norm",
+    "output": "o_proj dense out_proj",
+    "gate_up": "gate_up_proj",
+    "gate": "gate_proj",
+    "up": "up_proj dense_h_to_4h fc1 c_fc",
+    "down": "down_proj dense_4h_to_h fc2 c_proj",
+    "activation": "act_fn activation_fn act gelu_impl",
 }
-#: Names of a layer's norms: before attention, after attention, before the MLP, after the MLP. Those after are optional.
-_PLAIN_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
-_SANDWICH_NORMS = (
-    *("input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-)
+_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 
 
 class UnknownStructureError(Exception):
@@ -39,33 +59,59 @@ class UnknownStructureError(Exception):
 
 
 class NormRule(NamedTuple):
-    """Constants of all RMS norms of a model; see `reference.add_norm`."""
+    """Constants of all norms of a model; see `reference.add_norm`."""
 
     eps: float
     offset: float
+    centred: bool
+
+
+class Norm(NamedTuple):
+    """Parameters of a norm, as arguments of `add_norm`."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Modules and norm weights of one layer.
+    """Modules and norms of one layer.
 
-    `projections` compute queries, keys and values; `gate_up` compute gate and up. In both tuples, one module may have
-    the rows of all. `query_norm` and `key_norm` [D] are None if heads are not normalised. `branch_norms` are the
-    weights of the norms after attention and after the MLP, each None if there is no such norm. `rotates` is False if
-    the layer has no rotary embedding. `kind` names the layer's rotary embedding if the model has several.
+    `mlp_norm` is None if attention and MLP read the same norm. `branch_norms` are the weights of the norms after
+    attention and after the MLP, each None if there is no such norm. `projections` compute queries, keys and values;
+    `up` computes gate and up, or up alone. In both tuples, one module may have the rows of several. `query_norm` and
+    `key_norm` [D] are None if heads are not normalised. `rotates` is False if the layer has no rotary embedding. `kind`
+    names the layer's rotary embedding if the model has several. `clip` limits the size of all queries, keys and values.
     """
 
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    attention_norm: Norm
+    mlp_norm: Norm | None
     branch_norms: tuple[Tensor | None, Tensor | None]
     projections: tuple[nn.Linear, ...]
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: nn.Linear
-    gate_up: tuple[nn.Linear, ...]
+    up: tuple[nn.Linear, ...]
     down: nn.Linear
     rotates: bool
     kind: str | None
+    clip: float | None
+
+
+class LayerTraits(NamedTuple):
+    """What all layers of a model have in common.
+
+    `by_group` is an argument of `rotate_and_write`. `gated` is True for an MLP with a gate. `parallel` is True if
+    attention and MLP read the same residual and are added to it together, False if the MLP reads the sum of residual
+    and attention. `after_norm` is True if attention and MLP are added to the norm that they read, not to what was
+    normalised.
+    """
+
+    activation: Activation
+    by_group: bool
+    gated: bool
+    parallel: bool
+    after_norm: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,117 +119,161 @@ class DecoderParts:
     """Modules of a model; `softcap` limits its logits."""
 
     embed: nn.Module
-    rotary: nn.Module
+    rotary: nn.Module | None
     layers: list[LayerParts]
-    norm: Tensor
+    norm: Norm
     head: nn.Linear
     rule: NormRule
-    activation: Activation
+    traits: LayerTraits
     softcap: float | None
 
 
 def read_structure(model: PreTrainedModel) -> DecoderParts:
     """Return the parts of a model in evaluation mode. Raises UnknownStructureError, which says what is unknown."""
-    top = children(model, "the model", {"model", "lm_head"})
-    inner = children(top["model"], "the decoder", {"embed_tokens", "layers", "norm", "rotary_emb"})
+    top = children(model, "the model", "decoder head")
+    inner = children(top["decoder"], "the decoder", "embed layers norm", "embed_norm rotary")
     config: Any = model.config
-    kinds = getattr(config, "layer_types", None) if hasattr(inner["rotary_emb"], "layer_types") else None
-    norms: list[NormRule] = [norm_rule(inner["norm"])]
-    activations: set[Activation] = set()
-    layers = []
+    kinds = getattr(config, "layer_types", None) if hasattr(inner.get("rotary"), "layer_types") else None
+    layers, traits, rules = [], set(), {norm_rule(inner["norm"])}
+    embed = inner["embed"]
+    if "embed_norm" in inner:
+        embed = nn.Sequential(embed, inner["embed_norm"])
     for index, layer in enumerate(inner["layers"].children()):
-        layers.append(_read_layer(layer, norms, activations, None if kinds is None else kinds[index]))
-    if len(set(norms)) > 1:
-        raise UnknownStructureError("RMS norms differ in eps or offset")
-    if len(activations) != 1:
-        raise UnknownStructureError("layers have different activation functions")
+        parts, found = _read_layer(layer, config, rules, None if kinds is None else kinds[index])
+        layers.append(parts)
+        traits.add(found)
+    if len(rules) > 1:
+        raise UnknownStructureError("norms differ in eps or offset")
+    rule = rules.pop()
+    if rule.centred and any(norm is not None for part in layers for norm in (part.query_norm, *part.branch_norms)):
+        raise UnknownStructureError("a LayerNorm follows attention or MLP, or normalises heads")
+    if len(traits) != 1:
+        raise UnknownStructureError("layers differ in activation function or arrangement")
     types = {parameter.dtype for parameter in model.parameters()}
     if len(types) > 1:
         raise UnknownStructureError(f"parameters have several types: {', '.join(sorted(map(str, types)))}")
     return DecoderParts(
-        embed=inner["embed_tokens"],
-        rotary=inner["rotary_emb"],
+        embed=embed,
+        rotary=inner.get("rotary"),
         layers=layers,
-        norm=inner["norm"].weight,
-        head=linear(top["lm_head"]),
-        rule=norms[0],
-        activation=activations.pop(),
+        norm=_norm(inner["norm"]),
+        head=linear(top["head"]),
+        rule=rule,
+        traits=traits.pop(),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
 
 
-def _read_layer(layer: Any, norms: list[NormRule], activations: set[Activation], kind: str | None) -> LayerParts:
-    """Return a layer's parts. Add the rules of its norms to `norms`, and its activation function to `activations`."""
-    sandwich = hasattr(layer, "pre_feedforward_layernorm")
-    names = _SANDWICH_NORMS if sandwich else _PLAIN_NORMS
-    parts = children(layer, "a layer", {"self_attn", "mlp", *(name for name in names if name)})
-    whole = "qkv_proj" in parts["self_attn"]._modules
-    projections = ("qkv_proj",) if whole else ("q_proj", "k_proj", "v_proj")
-    head_norms = ("q_norm", "k_norm") if "q_norm" in parts["self_attn"]._modules else ()
-    attention = children(parts["self_attn"], "attention", {*projections, *head_norms, "o_proj"})
-    if getattr(parts["self_attn"], "is_causal", True) is not True:
-        raise UnknownStructureError("attention is not causal")
-    gate_up = ("gate_up_proj",) if "gate_up_proj" in parts["mlp"]._modules else ("gate_proj", "up_proj")
-    mlp = dict(parts["mlp"].named_children())
-    act = next((name for name in ("act_fn", "activation_fn") if name in mlp), "act_fn")
-    mlp = children(parts["mlp"], "the MLP", {*gate_up, "down_proj", act})
-    activations.add(activation_of(mlp[act]))
-    norms += [norm_rule(parts[name]) for name in names if name]
-    norms += [norm_rule(attention[name]) for name in head_norms]
-    weights: list[Any] = [None if name is None else parts[name].weight for name in names]
-    query_norm, key_norm = (attention[name].weight for name in head_norms) if head_norms else (None, None)
-    return LayerParts(
-        attention_norm=weights[0],
-        mlp_norm=weights[2],
-        branch_norms=(weights[1], weights[3]),
-        projections=tuple(linear(attention[name]) for name in projections),
-        query_norm=query_norm,
-        key_norm=key_norm,
-        output=linear(attention["o_proj"]),
-        gate_up=tuple(linear(mlp[name]) for name in gate_up),
-        down=linear(mlp["down_proj"]),
-        rotates=bool(getattr(parts["self_attn"], "use_rope", True)),
-        kind=kind,
+def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None) -> tuple[LayerParts, LayerTraits]:
+    """Return a layer's parts and traits, and add the rules of its norms to `rules`."""
+    parts = children(layer, "a layer", "attention mlp attention_norm", "mlp_norm post_attention_norm post_mlp_norm")
+    attention = children(
+        parts["attention"], "attention", "output", "qkv grouped_qkv query key value query_norm key_norm"
     )
+    mlp = children(parts["mlp"], "the MLP", "down activation", "gate_up gate up")
+    if getattr(parts["attention"], "is_causal", True) is not True:
+        raise UnknownStructureError("attention is not causal")
+    if "post_mlp_norm" not in parts and "post_attention_norm" in parts:  # Llama's name of the norm before the MLP
+        parts["mlp_norm"] = parts.pop("post_attention_norm")
+    rules |= {norm_rule(module) for name, module in (parts | attention).items() if name.endswith("norm")}
+    after = [parts[name].weight if name in parts else None for name in ("post_attention_norm", "post_mlp_norm")]
+    heads = [attention[name] for name in ("query_norm", "key_norm") if name in attention]
+    projections = _first_of(attention, "attention", "grouped_qkv", "qkv", "query key value")
+    up = _first_of(mlp, "the MLP", "gate_up", "gate up", "up")
+    traits = LayerTraits(
+        activation=activation_of(mlp["activation"]),
+        by_group=projections == ["grouped_qkv"],
+        gated=up != ["up"],
+        parallel="mlp_norm" not in parts
+        or any(getattr(config, name, False) for name in ("use_parallel_residual", "parallel_attn")),
+        after_norm=getattr(config, "apply_residual_connection_post_layernorm", False),
+    )
+    made = LayerParts(
+        attention_norm=_norm(parts["attention_norm"]),
+        mlp_norm=_norm(parts["mlp_norm"]) if "mlp_norm" in parts else None,
+        branch_norms=(after[0], after[1]),
+        projections=tuple(linear(attention[name]) for name in projections),
+        query_norm=heads[0].weight if heads else None,
+        key_norm=heads[-1].weight if heads else None,
+        output=linear(attention["output"]),
+        up=tuple(linear(mlp[name]) for name in up),
+        down=linear(mlp["down"]),
+        rotates=bool(getattr(parts["attention"], "use_rope", True)),
+        kind=kind,
+        clip=getattr(parts["attention"], "clip_qkv", None),
+    )
+    return made, traits
 
 
-def children(module: nn.Module, what: str, expected: set[str]) -> dict[str, Any]:
-    """Return the module's children by name. Raises UnknownStructureError if the names differ from `expected`."""
-    found = {name: child for name, child in module.named_children() if not isinstance(child, _IDLE)}
-    if unlike := sorted(found.keys() ^ expected):
+def children(module: nn.Module, what: str, needed: str, optional: str = "") -> dict[str, Any]:
+    """Return the module's children by their keys in _NAMES.
+
+    Raises UnknownStructureError if one of the keys `needed` is missing, or a child has none of the given keys.
+    """
+    found: dict[str, Any] = {}
+    unlike = []
+    for name, child in module.named_children():
+        role = _ROLES.get(name)
+        if role is not None and role in f"{needed} {optional}".split():
+            found[role] = child
+        elif not isinstance(child, _IDLE):
+            unlike.append(name)
+    if unlike := sorted([*unlike, *(set(needed.split()) - found.keys())]):
         raise UnknownStructureError(f"{what} ({type(module).__name__}) has or lacks {', '.join(unlike)}")
     if own := [name for name, _ in module.named_parameters(recurse=False)]:
         raise UnknownStructureError(f"{what} ({type(module).__name__}) has parameters of its own: {', '.join(own)}")
     return found
 
 
+def _first_of(found: Mapping[str, Any], what: str, *choices: str) -> list[str]:
+    """Return the first choice, split at spaces, of which all modules were found."""
+    for choice in map(str.split, choices):
+        if all(name in found for name in choice):
+            return choice
+    raise UnknownStructureError(f"{what} has none of: {', '.join(choices)}")
+
+
 def linear(module: Any) -> nn.Linear:
-    """Return the module if it is a plain nn.Linear; raise UnknownStructureError otherwise."""
-    if type(module) is not nn.Linear:
+    """Return the module if it computes what nn.Linear does; raise UnknownStructureError otherwise."""
+    if type(module) is not nn.Linear and not (isinstance(module, nn.Linear) and _is_linear(module)):
         raise UnknownStructureError(f"a projection is a {type(module).__name__}, not a plain matrix")
     return module
 
 
-def norm_rule(module: Any) -> NormRule:
-    """Return the rule of an RMS norm. Raises UnknownStructureError if the module computes anything else."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if [name for name, _ in module.named_parameters()] != ["weight"] or module.weight.ndim != 1 or eps is None:
-        raise UnknownStructureError(f"{type(module).__name__} is no RMS norm")
+def _is_linear(module: nn.Linear) -> bool:
     weight = module.weight
+    row = torch.linspace(-1, 2, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
+    with torch.inference_mode():
+        found, expected = module(row), F.linear(row, weight, module.bias)
+    return torch.allclose(found, expected, rtol=8 * torch.finfo(weight.dtype).eps, atol=1e-2)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, getattr(module, "bias", None))
+
+
+def norm_rule(module: Any) -> NormRule:
+    """Return the rule of an RMS norm or LayerNorm. Raises UnknownStructureError for anything else."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    names = [name for name, _ in module.named_parameters()]
+    if names not in (["weight"], ["weight", "bias"]) or module.weight.ndim != 1 or eps is None:
+        raise UnknownStructureError(f"{type(module).__name__} is no RMS norm or LayerNorm")
+    weight, bias = _norm(module)
     rows = torch.linspace(-1, 2, len(weight), dtype=weight.dtype, device=weight.device)[None]
     with torch.inference_mode():
         found = module(rows).float()
-        for offset in (0.0, 1.0):
-            expected = reference.rms_norm(rows, weight, eps, offset).float()
+        for offset, centred in ((0.0, False), (1.0, False), (0.0, True)):
+            rule = NormRule(eps, offset, centred)
+            expected = reference.norm(rows, weight, bias, **rule._asdict()).float()
             if torch.allclose(found, expected, rtol=4 * torch.finfo(weight.dtype).eps, atol=1e-6):
-                return NormRule(eps, offset)
-    raise UnknownStructureError(f"{type(module).__name__} is no RMS norm")
+                return rule
+    raise UnknownStructureError(f"{type(module).__name__} is no RMS norm or LayerNorm")
 
 
 def activation_of(module: Any) -> Activation:
     """Return the name of an activation function. Raises UnknownStructureError if it is unknown."""
     x = torch.linspace(-6, 6, 97)
-    for name, function in _ACTIVATIONS.items():
+    for name, function in reference.ACTIVATIONS.items():
         if torch.allclose(module(x), function(x), rtol=0, atol=1e-6):
             return name
     raise UnknownStructureError(f"activation {type(module).__name__} is unknown")

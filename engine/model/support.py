@@ -25,15 +25,18 @@ TESTED = (
     "GPTNeoXForCausalLM",
     "GPT2LMHeadModel",
     "GptOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "PhiForCausalLM",
+    "Starcoder2ForCausalLM",
     "BloomForCausalLM",
+    "FalconForCausalLM",
+    "MptForCausalLM",
+    "StableLmForCausalLM",
 )
 SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
 
-#: Reasons why a model needs more inputs of attention than transformers' attention interface passes.
-_OWN_ATTENTION = {
-    "FalconForCausalLM": "its positions may be ALiBi biases",
-    "MptForCausalLM": "its positions are ALiBi biases",
-}
+#: Models that do not use transformers' attention interface, but that the fused decoder can compute.
+OWN_ATTENTION = frozenset({"BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM", "StableLmForCausalLM"})
 #: Classes by model type: DECODERS pass _check_class, _RECURRENT fail it because of recurrent state. With these tables
 #: most models can be checked without importing transformers.
 DECODERS = {
@@ -41,6 +44,7 @@ DECODERS = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "falcon": "FalconForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -53,6 +57,7 @@ DECODERS = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "mpt": "MptForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -61,6 +66,7 @@ DECODERS = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
 }
 _RECURRENT = {"nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
@@ -162,9 +168,8 @@ def _check_class(config: PretrainedConfig) -> str | None:
     model_class = getattr(transformers, name)
     if model_class._is_stateful:
         return _has_state(name)
-    if not model_class._supports_attention_backend and name != "BloomForCausalLM":  # bloom.py computes BLOOM
-        detail = _OWN_ATTENTION.get(name, "it implements attention itself")
-        return f"{name} does not use transformers' attention interface ({detail}); {SUPPORTED}"
+    if not model_class._supports_attention_backend and name not in OWN_ATTENTION:
+        return f"{name} implements attention itself, without transformers' attention interface; {SUPPORTED}"
     return None
 
 

@@ -9,12 +9,12 @@ import logging
 from typing import Any, Literal
 
 import torch
-from transformers import AttentionInterface, BloomForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from llmsched.engine.config import ModelImplementation
 from llmsched.engine.errors import ConfigError, ModelError
-from llmsched.engine.model.bloom import BloomModel
 from llmsched.engine.model.decoder import FusedDecoder
+from llmsched.engine.model.own_attention import own_attention
 from llmsched.engine.model.paged import PagedContext, PagedModel
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
 from llmsched.engine.model.structure import UnknownStructureError
@@ -128,17 +128,23 @@ def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "a
     model. Raises ModelError if the engine cannot compute the model exactly, and ConfigError if "fused" is requested and
     a FusedDecoder cannot compute the model.
     """
-    plain = BloomModel(model) if isinstance(model, BloomForCausalLM) else TransformersModel(model)
+    name, calls = type(model).__name__, own_attention(model)
+    plain = None
+    if calls is None:
+        plain = TransformersModel(model)
+        calls = plain.calls
     if implementation == "transformers":
+        if plain is None:
+            raise ConfigError("model_impl", f"{name} does not use transformers' attention interface; use auto or fused")
         return plain
     try:
-        if isinstance(plain, BloomModel):
-            raise UnknownStructureError("its positions are ALiBi biases")
-        return FusedDecoder(model, plain, plain.calls)
+        return FusedDecoder(model, calls, plain)
     except UnknownStructureError as reason:
         if implementation == "fused":
             raise ConfigError(
-                "model_impl", f"fused does not know {type(model).__name__}: {reason}; use auto or transformers"
+                "model_impl", f"fused does not know {name}: {reason}; use auto or transformers"
             ) from reason
-        logger.info("%s runs through transformers: %s", type(model).__name__, reason)
+        if plain is None:
+            raise ModelError(f"{name} cannot be served: {reason}") from reason
+        logger.info("%s runs through transformers: %s", name, reason)
         return plain

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.model.probe import set_attention
+from llmsched.engine.model.support import OWN_ATTENTION
 from llmsched.engine.parity.cases import ParityPrompt
 
 #: The only attention implementation of transformers that supports windows, sinks and soft-capping in all models.
@@ -34,8 +35,7 @@ class Reference:
 
     def continuation(self, prompt: ListLike[int], num_tokens: int) -> Continuation:
         """Generate `num_tokens` greedy tokens after `prompt`, and ignore end-of-sequence tokens."""
-        model: Any = self._model
-        set_attention(model, IMPLEMENTATION)
+        model = self._plain()
         make_settings: Any = GenerationConfig
         settings = make_settings(
             max_new_tokens=num_tokens,
@@ -59,11 +59,17 @@ class Reference:
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
         """Return the CPU logits [len(token_ids) - start, V] that predict token_ids[start:], from one forward pass."""
-        set_attention(self._model, IMPLEMENTATION)
+        model = self._plain()
         with torch.inference_mode():
-            ids = torch.tensor([list(token_ids[:-1])], device=self._model.device)
-            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0, start - 1 :]
+            ids = torch.tensor([list(token_ids[:-1])], device=model.device)
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, start - 1 :]
         return logits.to("cpu", copy=True)
+
+    def _plain(self) -> Any:
+        """Return the model, with the attention of transformers. Models with attention of their own cannot change it."""
+        if type(self._model).__name__ not in OWN_ATTENTION:
+            set_attention(self._model, IMPLEMENTATION)
+        return self._model
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

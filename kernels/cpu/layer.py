@@ -1,4 +1,4 @@
-"""CPU kernels for the work of a decoder layer between its matrix products: norms, rotary embedding, gated activation.
+"""CPU kernels for the work of a decoder layer between its matrix products: norms, rotary embedding, activation.
 
 Each kernel reads its inputs once, computes in float32 and writes its outputs once. A kernel with little work runs on
 the calling thread alone, because waking the other threads would take longer.
@@ -7,7 +7,7 @@ the calling thread alone, because waking the other threads would take longer.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import numba
 import numpy as np
@@ -15,32 +15,36 @@ import torch
 from numba import types
 from torch import Tensor
 
-from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, put, tanh32, to_float32
+from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, erf32, exp32, jit, put, tanh32, to_float32
 from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, own_part, run, thread_num
 from llmsched.kernels.reference import Activation
 
 PARALLEL_ELEMENTS = 1 << 14  # elements (about 4 us on one core) from which several threads are faster
 
 NormArguments = arguments_type(
-    addresses=("residual", "branch", "branch_weight", "weight", "output"),
-    sizes=("tokens", "size"),
+    addresses=("residual", "branch", "branch_weight", "weight", "bias", "output"),
+    sizes=("tokens", "size", "centred"),
     floats=("eps", "offset"),
 )
 RotaryArguments = arguments_type(
     addresses=("projected", "cos", "sin", "query_weight", "key_weight", "query", "keys", "values", "slots"),
-    sizes=("tokens", "heads", "kv_heads", "head_dim", "num_blocks", "block_size"),
+    sizes=("tokens", "heads", "kv_heads", "head_dim", "rotated", "by_group", "num_blocks", "block_size"),
     floats=("eps", "offset"),
 )
-GateArguments = arguments_type(addresses=("gate_up", "output"), sizes=("tokens", "size", "gelu"))
+ActivationArguments = arguments_type(
+    addresses=("rows", "output"), sizes=("tokens", "parts", "size", *get_args(Activation))
+)
 
 
 def add_norm(
     residual: Tensor,
     branch: Tensor | None,
     weight: Tensor,
+    bias: Tensor | None = None,
     *,
     eps: float,
     offset: float = 0.0,
+    centred: bool = False,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
     """Compute `reference.add_norm` of contiguous float32 or bfloat16 tensors."""
@@ -51,9 +55,11 @@ def add_norm(
         address_of(branch),
         address_of(branch_weight),
         weight.data_ptr(),
+        address_of(bias),
         output.data_ptr(),
         tokens,
         size,
+        centred,
         eps,
         offset,
     )
@@ -73,17 +79,18 @@ def norm_body(element: np.dtype[Any]) -> Any:
         output = numba.carray(as_pointer(a.output), (a.tokens, a.size), element)
         branch_weight = numba.carray(as_pointer(a.branch_weight), (a.size,), element)
         weight = numba.carray(as_pointer(a.weight), (a.size,), element)
+        bias = numba.carray(as_pointer(a.bias), (a.size,), element)
         row = np.empty(a.size, np.float32)
         first, end = own_part(a.tokens, thread_num(), a.num_threads)
         for token in range(first, end):
             if a.branch != 0 and a.branch_weight != 0:
                 load(branch[token], row)
-                normalise(row, branch_weight, a.eps, a.offset, output[token])
+                normalise(row, branch_weight, bias, False, a.centred != 0, a.eps, a.offset, output[token])
                 add(output[token], residual[token])
             elif a.branch != 0:
                 add(branch[token], residual[token])
             load(residual[token], row)
-            normalise(row, weight, a.eps, a.offset, output[token])
+            normalise(row, weight, bias, a.bias != 0, a.centred != 0, a.eps, a.offset, output[token])
 
     return body
 
@@ -101,14 +108,27 @@ def add(source: Any, total: Any) -> None:
 
 
 @jit()
-def normalise(row: Any, weight: Any, eps: Any, offset: Any, output: Any) -> None:
-    """Write the RMS norm of a row, with weights `weight + offset`, to `output`."""
+def normalise(
+    row: Any, weight: Any, bias: Any, biased: bool, centred: bool, eps: Any, offset: Any, output: Any
+) -> None:
+    """Write the norm of a row to `output`; see `reference.add_norm`. Unless `biased`, the bias is not read."""
+    if centred:
+        total = np.float32(0)
+        for i in range(row.shape[0]):
+            total += row[i]
+        mean = total / np.float32(row.shape[0])
+        for i in range(row.shape[0]):
+            row[i] -= mean
     squares = np.float32(0)
     for i in range(row.shape[0]):
         squares += row[i] * row[i]
     scale = np.float32(1) / np.sqrt(squares / np.float32(row.shape[0]) + eps)
-    for i in range(row.shape[0]):
-        put(output, i, row[i] * scale * (to_float32(weight[i]) + offset))
+    if biased:
+        for i in range(row.shape[0]):
+            put(output, i, row[i] * scale * (to_float32(weight[i]) + offset) + to_float32(bias[i]))
+    else:
+        for i in range(row.shape[0]):
+            put(output, i, row[i] * scale * (to_float32(weight[i]) + offset))
 
 
 def rotate_and_write(
@@ -123,6 +143,7 @@ def rotate_and_write(
     offset: float = 0.0,
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
+    by_group: bool = False,
 ) -> Tensor:
     """Compute `reference.rotate_and_write` of contiguous float32 or bfloat16 tensors."""
     tokens, size = projected.shape
@@ -143,6 +164,8 @@ def rotate_and_write(
         heads,
         kv_heads,
         head_dim,
+        cos.shape[1],
+        by_group,
         num_blocks,
         block_size,
         eps,
@@ -161,10 +184,11 @@ def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]
         heads, kv_heads, dim = a.heads, a.kv_heads, a.head_dim
+        group = heads // kv_heads
         projected = numba.carray(as_pointer(a.projected), (a.tokens, heads + 2 * kv_heads, dim), element)
         query = numba.carray(as_pointer(a.query), (a.tokens, heads, dim), element)
-        cos = numba.carray(as_pointer(a.cos), (a.tokens, dim), element)
-        sin = numba.carray(as_pointer(a.sin), (a.tokens, dim), element)
+        cos = numba.carray(as_pointer(a.cos), (a.tokens, a.rotated), element)
+        sin = numba.carray(as_pointer(a.sin), (a.tokens, a.rotated), element)
         query_weight = numba.carray(as_pointer(a.query_weight), (dim,), element)
         key_weight = numba.carray(as_pointer(a.key_weight), (dim,), element)
         keys = numba.carray(as_pointer(a.keys), (a.num_blocks, kv_heads, a.block_size, dim), cached)
@@ -175,20 +199,23 @@ def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
         for token in range(first, end):
             vectors, c, s = projected[token], cos[token], sin[token]
             for head in range(heads):
-                load(vectors[head], row)
+                place = head // group * (group + 2) + head % group if a.by_group != 0 else head
+                load(vectors[place], row)
                 if a.query_weight != 0:
-                    normalise(row, query_weight, a.eps, a.offset, normed)
+                    normalise(row, query_weight, query_weight, False, False, a.eps, a.offset, normed)
                     load(normed, row)
                 rotate(row, c, s, query[token, head])
             if slots[token] >= 0:
-                block, place = slots[token] // a.block_size, slots[token] % a.block_size
+                block, offset = slots[token] // a.block_size, slots[token] % a.block_size
                 for head in range(kv_heads):
-                    load(vectors[heads + head], row)
+                    place = head * (group + 2) + group if a.by_group != 0 else heads + head
+                    load(vectors[place], row)
                     if a.key_weight != 0:
-                        normalise(row, key_weight, a.eps, a.offset, normed)
+                        normalise(row, key_weight, key_weight, False, False, a.eps, a.offset, normed)
                         load(normed, row)
-                    rotate(row, c, s, keys[block, head, place])
-                    copy_row(vectors[heads + kv_heads + head], values[block, head, place])
+                    rotate(row, c, s, keys[block, head, offset])
+                    place += 1 if a.by_group != 0 else kv_heads
+                    copy_row(vectors[place], values[block, head, offset])
 
     return body
 
@@ -202,52 +229,79 @@ def copy_row(source: Any, target: Any) -> None:
 @jit()
 def rotate(row: Any, cos: Any, sin: Any, output: Any) -> None:
     """Write the rotary embedding of a vector to `output`; see `reference.rotate_and_write`."""
-    half = row.shape[0] // 2
+    half = cos.shape[0] // 2
     for i in range(half):
         put(output, i, row[i] * to_float32(cos[i]) - row[half + i] * to_float32(sin[i]))
         put(output, half + i, row[half + i] * to_float32(cos[half + i]) + row[i] * to_float32(sin[half + i]))
+    for i in range(2 * half, row.shape[0]):
+        put(output, i, row[i])
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Compute `reference.gated` of a contiguous float32 or bfloat16 tensor."""
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    output = gate_up.new_empty(tokens, size)
-    arguments = GateArguments(gate_up.data_ptr(), output.data_ptr(), tokens, size, activation == "gelu_tanh")
-    run(gate_body(ELEMENTS[gate_up.dtype]), arguments, parallel=tokens > 1 and tokens * size >= PARALLEL_ELEMENTS)
+    return activate(gate_up.view(len(gate_up), 2, gate_up.shape[1] // 2), activation)
+
+
+def activated(rows: Tensor, activation: Activation) -> Tensor:
+    """Compute `reference.activated` of a contiguous float32 or bfloat16 tensor."""
+    return activate(rows[:, None], activation)
+
+
+def activate(rows: Tensor, activation: Activation) -> Tensor:
+    """Return activation(rows[:, 0]), multiplied by rows[:, 1] if `rows` [tokens, 1 or 2, size] has two parts."""
+    tokens, parts, size = rows.shape
+    output = rows.new_empty(tokens, size)
+    chosen = [activation == name for name in get_args(Activation)]
+    arguments = ActivationArguments(rows.data_ptr(), output.data_ptr(), tokens, parts, size, *chosen)
+    body = activation_body(ELEMENTS[rows.dtype])
+    run(body, arguments, parallel=tokens > 1 and tokens * size >= PARALLEL_ELEMENTS)
     return output
 
 
 @cache
-def gate_body(element: np.dtype[Any]) -> Any:
-    """Compile and return the function that each thread runs for `gated`."""
+def activation_body(element: np.dtype[Any]) -> Any:
+    """Compile and return the function that each thread runs for `activate`."""
 
-    @c_function(types.CPointer(numba.from_dtype(GateArguments.dtype)))
+    @c_function(types.CPointer(numba.from_dtype(ActivationArguments.dtype)))
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]
-        gate_up = numba.carray(as_pointer(a.gate_up), (a.tokens, 2, a.size), element)
+        rows = numba.carray(as_pointer(a.rows), (a.tokens, a.parts, a.size), element)
         output = numba.carray(as_pointer(a.output), (a.tokens, a.size), element)
+        has_gate = a.parts > 1
         first, end = own_part(a.tokens, thread_num(), a.num_threads)
         for token in range(first, end):
-            if a.gelu != 0:
-                gelu_row(gate_up[token, 0], gate_up[token, 1], output[token])
+            gate, up = rows[token, 0], rows[token, a.parts - 1]
+            if a.silu != 0:
+                silu_row(gate, up, has_gate, output[token])
+            elif a.gelu != 0:
+                gelu_row(gate, up, has_gate, output[token])
             else:
-                silu_row(gate_up[token, 0], gate_up[token, 1], output[token])
+                gelu_tanh_row(gate, up, has_gate, output[token])
 
     return body
 
 
 @jit()
-def silu_row(gate: Any, up: Any, output: Any) -> None:
+def silu_row(gate: Any, up: Any, has_gate: bool, output: Any) -> None:
     for i in range(output.shape[0]):
         x = to_float32(gate[i])
         decay = exp32(-abs(x))
         sigmoid = (decay if x < np.float32(0) else np.float32(1)) / (np.float32(1) + decay)
-        put(output, i, x * sigmoid * to_float32(up[i]))
+        put(output, i, x * sigmoid * (to_float32(up[i]) if has_gate else np.float32(1)))
 
 
 @jit()
-def gelu_row(gate: Any, up: Any, output: Any) -> None:
+def gelu_row(gate: Any, up: Any, has_gate: bool, output: Any) -> None:
+    for i in range(output.shape[0]):
+        x = to_float32(gate[i])
+        y = np.float32(0.5) * x * (np.float32(1) + erf32(np.float32(0.7071067811865476) * x))
+        put(output, i, y * (to_float32(up[i]) if has_gate else np.float32(1)))
+
+
+@jit()
+def gelu_tanh_row(gate: Any, up: Any, has_gate: bool, output: Any) -> None:
     for i in range(output.shape[0]):
         x = to_float32(gate[i])
         inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
-        put(output, i, np.float32(0.5) * x * (np.float32(1) + tanh32(inner)) * to_float32(up[i]))
+        y = np.float32(0.5) * x * (np.float32(1) + tanh32(inner))
+        put(output, i, y * (to_float32(up[i]) if has_gate else np.float32(1)))

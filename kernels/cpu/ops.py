@@ -100,10 +100,12 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         copy_rows(bits(new.detach().to(cache.dtype)), bits(cache), slots)
 
 
-def add_norm(residual: Tensor, branch: Tensor | None, weight: Tensor, **options: Any) -> Tensor:
+def add_norm(
+    residual: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
     """Compute `reference.add_norm`."""
     add_norm = layer.add_norm if residual.dtype in WRITTEN_TYPES else reference.add_norm
-    return add_norm(residual, branch, weight, **options)
+    return add_norm(residual, branch, weight, bias, **options)
 
 
 def rotate_and_write(
@@ -125,6 +127,12 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Compute `reference.gated`."""
     gated = layer.gated if gate_up.dtype in WRITTEN_TYPES else reference.gated
     return gated(gate_up, activation)
+
+
+def activated(rows: Tensor, activation: Activation) -> Tensor:
+    """Compute `reference.activated`."""
+    activated = layer.activated if rows.dtype in WRITTEN_TYPES else reference.activated
+    return activated(rows, activation)
 
 
 @jit()

@@ -1,4 +1,4 @@
-"""Kernels for the work of a decoder layer between its matrix products: norms, rotary embedding, gated activation."""
+"""Kernels for the work of a decoder layer between its matrix products: norms, rotary embedding, activation."""
 
 # Triton code has no Python types. Names in capitals are compile-time constants.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -11,11 +11,13 @@ import triton.language as tl
 
 
 @triton.jit
-def normalise(x, weight, inside, numbers, size, eps, offset):
-    """Return the RMS norm of a row of `size` numbers, with weights `weight + offset`.
+def normalise(x, weight, inside, numbers, size, eps, offset, CENTRED: tl.constexpr):
+    """Return the norm of a row of `size` numbers, with weights `weight + offset`; see `reference.add_norm`.
 
     `x` has the row, padded with zeros. `numbers` are the indices in `x`, and `inside` is False for padding.
     """
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     return x * scale * (tl.load(weight + numbers, mask=inside, other=0.0).to(tl.float32) + offset)
 
@@ -26,6 +28,7 @@ def norm_kernel(
     branch,  # [T, SIZE]; unused unless BRANCH
     branch_weight,  # [SIZE]; unused unless BRANCH_NORM
     weight,  # [SIZE]
+    bias,  # [SIZE]; unused unless BIAS
     output,  # [T, SIZE]
     eps,
     offset,
@@ -33,6 +36,8 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     BRANCH: tl.constexpr,
     BRANCH_NORM: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Compute `reference.add_norm` of one token. The number of the token is the program id."""
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -42,19 +47,21 @@ def norm_kernel(
     if BRANCH:
         added = tl.load(branch + row + numbers, mask=inside, other=0.0)
         if BRANCH_NORM:
-            normed = normalise(added.to(tl.float32), branch_weight, inside, numbers, SIZE, eps, offset)
+            normed = normalise(added.to(tl.float32), branch_weight, inside, numbers, SIZE, eps, offset, CENTRED)
             added = normed.to(added.dtype)
         x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
         tl.store(residual + row + numbers, x, mask=inside)
-    normed = normalise(x.to(tl.float32), weight, inside, numbers, SIZE, eps, offset)
+    normed = normalise(x.to(tl.float32), weight, inside, numbers, SIZE, eps, offset, CENTRED)
+    if BIAS:
+        normed += tl.load(bias + numbers, mask=inside, other=0.0).to(tl.float32)
     tl.store(output + row + numbers, normed.to(x.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def rotary_kernel(
     projected,  # [T, HEADS + 2 x KV_HEADS, DIM]
-    cos,  # [T, DIM]
-    sin,  # [T, DIM]
+    cos,  # [T, ROTATED]
+    sin,  # [T, ROTATED]
     query_weight,  # [DIM]; unused unless NORM
     key_weight,  # [DIM]; unused unless NORM
     query,  # [T, HEADS, DIM]
@@ -66,67 +73,81 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     NORM: tl.constexpr,
+    BY_GROUP: tl.constexpr,
 ):
     """Compute `reference.rotate_and_write` of one vector. Token and head are the program ids.
 
-    Query heads have the first numbers, then key heads, then value heads.
+    Query heads have the first numbers, then key heads, then value heads. A program reads the numbers that it rotates
+    twice: in their order, and with the two halves exchanged.
     """
-    HALF: tl.constexpr = DIM // 2
+    HALF: tl.constexpr = ROTATED // 2
+    GROUP: tl.constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    numbers = tl.arange(0, BLOCK_H)
-    inside = numbers < HALF
-    vector = projected + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + numbers
-    low = tl.load(vector, mask=inside, other=0.0)
-    high = tl.load(vector + HALF, mask=inside, other=0.0)
+    kv_head = (head - HEADS) % KV_HEADS
+    place = head
+    if BY_GROUP:
+        if head < HEADS:
+            place = head // GROUP * (GROUP + 2) + head % GROUP
+        else:
+            place = kv_head * (GROUP + 2) + GROUP + (head - HEADS) // KV_HEADS
+    vector = projected + (token * (HEADS + 2 * KV_HEADS) + place) * DIM
+    numbers = tl.arange(0, BLOCK_D)
+    inside = numbers < DIM
+    x = tl.load(vector + numbers, mask=inside, other=0.0)
     if head < HEADS + KV_HEADS:
-        x, y = low.to(tl.float32), high.to(tl.float32)
+        rotated, low = numbers < ROTATED, numbers < HALF
+        partner = tl.where(low, numbers + HALF, numbers - HALF)
+        y = tl.load(vector + partner, mask=rotated, other=0.0)
         if NORM:
             weight = query_weight if head < HEADS else key_weight
-            scale = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / DIM + eps)
-            x *= scale * (tl.load(weight + numbers, mask=inside, other=0.0).to(tl.float32) + offset)
-            y *= scale * (tl.load(weight + HALF + numbers, mask=inside, other=0.0).to(tl.float32) + offset)
-            x, y = x.to(low.dtype).to(tl.float32), y.to(low.dtype).to(tl.float32)
-        place = token * DIM + numbers
-        cos_low = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
-        cos_high = tl.load(cos + place + HALF, mask=inside, other=0.0).to(tl.float32)
-        sin_low = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
-        sin_high = tl.load(sin + place + HALF, mask=inside, other=0.0).to(tl.float32)
-        low = (x * cos_low - y * sin_low).to(low.dtype)
-        high = (y * cos_high + x * sin_high).to(high.dtype)
+            wide = x.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
+            x_weight = tl.load(weight + numbers, mask=inside, other=0.0).to(tl.float32) + offset
+            y_weight = tl.load(weight + partner, mask=rotated, other=0.0).to(tl.float32) + offset
+            x, y = (wide * scale * x_weight).to(x.dtype), (y.to(tl.float32) * scale * y_weight).to(x.dtype)
+        c = tl.load(cos + token * ROTATED + numbers, mask=rotated, other=1.0).to(tl.float32)
+        s = tl.load(sin + token * ROTATED + numbers, mask=rotated, other=0.0).to(tl.float32)
+        turned = tl.where(low, -y.to(tl.float32), y.to(tl.float32))
+        x = (x.to(tl.float32) * c + turned * s).to(x.dtype)
     if head < HEADS:
-        target = query + (token * HEADS + head) * DIM + numbers
-        tl.store(target, low, mask=inside)
-        tl.store(target + HALF, high, mask=inside)
+        tl.store(query + (token * HEADS + head) * DIM + numbers, x, mask=inside)
     else:
         slot = tl.load(slot_mapping + token)
-        kv_head = (head - HEADS) % KV_HEADS
         cell = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
         cache = key_cache if head < HEADS + KV_HEADS else value_cache
-        target = cache + cell * DIM + numbers
         if slot >= 0:
-            tl.store(target, low.to(cache.dtype.element_ty), mask=inside)
-            tl.store(target + HALF, high.to(cache.dtype.element_ty), mask=inside)
+            tl.store(cache + cell * DIM + numbers, x.to(cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def gate_kernel(
-    gate_up,  # [T, 2, SIZE]
+def activation_kernel(
+    rows,  # [T, 2 if GATED else 1, SIZE]
     output,  # [T, SIZE]
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """Compute `reference.gated` of BLOCK numbers of one token. Token and block are the program ids."""
+    """Compute `reference.gated` or `reference.activated` of BLOCK numbers of one token.
+
+    Token and block are the program ids. The number of the activation is its index in `reference.Activation`.
+    """
     token = tl.program_id(0).to(tl.int64)
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = numbers < SIZE
-    gate = tl.load(gate_up + token * 2 * SIZE + numbers, mask=inside, other=0.0)
-    up = tl.load(gate_up + (token * 2 + 1) * SIZE + numbers, mask=inside, other=0.0).to(tl.float32)
+    row = rows + token * (2 if GATED else 1) * SIZE + numbers
+    gate = tl.load(row, mask=inside, other=0.0)
     x = gate.to(tl.float32)
-    steep = x
-    if GELU:  # 0.5 x (1 + tanh(z)) is x times the sigmoid of 2 z
-        steep = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    tl.store(output + token * SIZE + numbers, (x / (1 + tl.exp(-steep)) * up).to(gate.dtype), mask=inside)
+    if ACTIVATION == 1:  # gelu
+        y = 0.5 * x * (1 + tl.erf(0.7071067811865476 * x))
+    elif ACTIVATION == 2:  # gelu_tanh: 0.5 x (1 + tanh(z)) is x times the sigmoid of 2 z
+        y = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:  # silu
+        y = x / (1 + tl.exp(-x))
+    if GATED:
+        y *= tl.load(row + SIZE, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + token * SIZE + numbers, y.to(gate.dtype), mask=inside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
 from llmsched.kernels.reference import linear as linear
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
-from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
+from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import (
     PROGRAMS_PER_PROCESSOR,
@@ -24,7 +24,7 @@ from llmsched.kernels.triton.tiling import (
     padded,
 )
 
-GATE_BLOCK = 1024
+ACTIVATION_BLOCK = 1024
 #: Slots that a join reads at a time.
 JOIN_CHUNK = 16
 
@@ -217,9 +217,11 @@ def add_norm(
     residual: Tensor,
     branch: Tensor | None,
     weight: Tensor,
+    bias: Tensor | None = None,
     *,
     eps: float,
     offset: float = 0.0,
+    centred: bool = False,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
     """Compute `reference.add_norm` of contiguous tensors."""
@@ -231,6 +233,7 @@ def add_norm(
             residual if branch is None else branch,
             weight if branch_weight is None else branch_weight,
             weight,
+            weight if bias is None else bias,
             output,
             eps,
             offset,
@@ -238,6 +241,8 @@ def add_norm(
             BLOCK=padded(size),
             BRANCH=branch is not None,
             BRANCH_NORM=branch_weight is not None,
+            CENTRED=centred,
+            BIAS=bias is not None,
             num_warps=4 if size <= 2048 else 8,
             enable_fp_fusion=True,
         )
@@ -256,6 +261,7 @@ def rotate_and_write(
     offset: float = 0.0,
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
+    by_group: bool = False,
 ) -> Tensor:
     """Compute `reference.rotate_and_write` of contiguous tensors."""
     tokens, size = projected.shape
@@ -267,8 +273,8 @@ def rotate_and_write(
             projected,
             cos,
             sin,
-            cos if query_weight is None else query_weight,
-            cos if key_weight is None else key_weight,
+            projected if query_weight is None else query_weight,
+            projected if key_weight is None else key_weight,
             query,
             key_cache,
             value_cache,
@@ -279,8 +285,10 @@ def rotate_and_write(
             KV_HEADS=kv_heads,
             DIM=head_dim,
             BLOCK_SIZE=block_size,
-            BLOCK_H=padded(head_dim // 2),
+            ROTATED=cos.shape[1],
+            BLOCK_D=padded(head_dim),
             NORM=query_weight is not None,
+            BY_GROUP=by_group,
             num_warps=1,
             enable_fp_fusion=True,
         )
@@ -289,11 +297,26 @@ def rotate_and_write(
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Compute `reference.gated` of a contiguous tensor."""
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    output = gate_up.new_empty(tokens, size)
+    return _activate(gate_up, gate_up.shape[1] // 2, activation)
+
+
+def activated(rows: Tensor, activation: Activation) -> Tensor:
+    """Compute `reference.activated` of a contiguous tensor."""
+    return _activate(rows, rows.shape[1], activation)
+
+
+def _activate(rows: Tensor, size: int, activation: Activation) -> Tensor:
+    tokens = len(rows)
+    output = rows.new_empty(tokens, size)
     if tokens:
-        grid = (tokens, -(-size // GATE_BLOCK))
-        gate_kernel[grid](gate_up, output, SIZE=size, BLOCK=GATE_BLOCK, GELU=activation == "gelu_tanh")
+        activation_kernel[(tokens, -(-size // ACTIVATION_BLOCK))](
+            rows,
+            output,
+            SIZE=size,
+            BLOCK=ACTIVATION_BLOCK,
+            ACTIVATION=get_args(Activation).index(activation),
+            GATED=rows.shape[1] > size,
+        )
     return output
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NORM_CASES = ("plain", "branch", "branch with norm")
+NORM_CASES = ("plain", "branch", "branch with norm", "LayerNorm", "LayerNorm without bias")
 
 
 def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -18,22 +18,32 @@ def norm_difference(module: Any, expected: Any, case: str, tokens: int, size: in
     """Return the greatest difference of `add_norm` of two modules, in result and residual."""
     weight, branch = normal(size, seed=1, dtype=dtype), normal(tokens, size, seed=2, dtype=dtype)
     branch_weight = normal(size, seed=3, dtype=dtype) if case == "branch with norm" else None
+    bias = normal(size, seed=5, dtype=dtype) if case == "LayerNorm" else None
     found = []
     for ops in (module, expected):
         residual = normal(tokens, size, seed=4, dtype=dtype)
         options = {"eps": 1e-5, "offset": 1.0 if branch_weight is not None else 0.0, "branch_weight": branch_weight}
-        normed = ops.add_norm(residual, None if case == "plain" else branch, weight, **options)
+        options["centred"] = case.startswith("LayerNorm")
+        normed = ops.add_norm(residual, None if case == "plain" else branch, weight, bias, **options)
         found.append(torch.stack([normed, residual]).float())
     return float((found[0] - found[1]).abs().max())
 
 
+#: Cases of `rotary_difference`: rotated numbers of a head's 20, whether heads are normalised, whether by group.
+ROTARY_CASES = {"all": (20, False, False), "with norm": (20, True, False), "partial by group": (12, False, True)} | {
+    "partial with norm": (12, True, False),
+    "none by group": (0, False, True),
+}
+
+
 def rotary_difference(
-    module: Any, expected: Any, tokens: int, dtype: torch.dtype, cached: torch.dtype, *, norm: bool, head_dim: int = 20
+    module: Any, expected: Any, case: str, tokens: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int = 20
 ) -> float:
     """Return the greatest difference of `rotate_and_write` of two modules, in the queries and in the caches."""
+    rotated, norm, by_group = ROTARY_CASES[case]
     heads, kv_heads, block_size = 6, 2, 4
     projected = normal(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    angles = normal(tokens, head_dim, seed=1)
+    angles = normal(tokens, rotated, seed=1)
     weights = {
         "query_weight": normal(head_dim, seed=2, dtype=dtype),
         "key_weight": normal(head_dim, seed=3, dtype=dtype),
@@ -46,14 +56,17 @@ def rotary_difference(
     for ops in (module, expected):
         caches = [normal(blocks, kv_heads, block_size, head_dim, seed=5).to(cached) for _ in range(2)]
         tables = (angles.cos().to(dtype), angles.sin().to(dtype))
-        query = ops.rotate_and_write(projected, *tables, *caches, slots, **options)
+        query = ops.rotate_and_write(projected, *tables, *caches, slots, by_group=by_group, **options)
         found.append(torch.cat([part.float().flatten() for part in (query, *caches)]))
     return float((found[0] - found[1]).abs().max())
 
 
 def gate_difference(module: Any, expected: Any, tokens: int, size: int, dtype: torch.dtype, activation: str) -> float:
-    """Return the greatest difference of `gated` of two modules, relative to the size of its result."""
+    """Return the greatest difference of `gated` and `activated` of two modules, relative to the size of its result."""
     gate_up = 3 * normal(tokens, 2 * size, dtype=dtype)
     gate_up[0, :3] = torch.tensor([-90.0, 90.0, 0.0])  # exp of these would overflow
-    found, wanted = (ops.gated(gate_up, activation).float() for ops in (module, expected))
-    return float(((found - wanted).abs() / (1 + wanted.abs())).max())
+    differences = []
+    for name in ("gated", "activated"):
+        found, wanted = (getattr(ops, name)(gate_up, activation).float() for ops in (module, expected))
+        differences.append(float(((found - wanted).abs() / (1 + wanted.abs())).max()))
+    return max(differences)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import NORM_CASES, gate_difference, norm_difference, normal, rotary_difference
+from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, normal, rotary_difference
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from llmsched.kernels import reference
@@ -26,7 +26,10 @@ def tolerance(dtype: torch.dtype, largest: float = 8.0) -> float:
 def test_reference_norm_is_torchs() -> None:
     rows, weight = normal(5, 24), normal(24, seed=1)
     expected = F.rms_norm(rows, (24,), weight + 1, 1e-5)
-    torch.testing.assert_close(reference.rms_norm(rows, weight, 1e-5, 1.0), expected)
+    torch.testing.assert_close(reference.norm(rows, weight, eps=1e-5, offset=1.0), expected)
+    bias = normal(24, seed=2)
+    expected = F.layer_norm(rows, (24,), weight, bias, 1e-5)
+    torch.testing.assert_close(reference.norm(rows, weight, bias, eps=1e-5, centred=True), expected)
 
 
 def test_reference_rotation_is_that_of_transformers() -> None:
@@ -37,11 +40,26 @@ def test_reference_rotation_is_that_of_transformers() -> None:
     torch.testing.assert_close(found, expected[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_reference_reads_rows_by_group() -> None:
+    """Rows with each KV head's queries, key and value together give the same as rows with all queries first."""
+    vectors = normal(3, 2, 5, 4)  # two KV heads with three queries each
+    tables = normal(3, 2, seed=1), normal(3, 2, seed=2)
+    sorted_rows = torch.cat([vectors[:, :, :3].flatten(1, 2), vectors[:, :, 3], vectors[:, :, 4]], 1)
+    found = []
+    for rows, by_group in ((vectors, True), (sorted_rows, False)):
+        caches = torch.zeros(2, 1, 2, 4, 4).unbind(0)
+        query = reference.rotate_and_write(rows.flatten(1), *tables, *caches, torch.arange(3), by_group=by_group)
+        found.append([query, *caches])
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(found[0][0][..., 2:], vectors[:, :, :3].flatten(1, 2)[..., 2:])
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_reference_gate_is_torchs(activation: reference.Activation) -> None:
     gate, up = normal(5, 12), normal(5, 12, seed=1)
-    expected = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-    torch.testing.assert_close(reference.gated(torch.cat([gate, up], 1), activation), expected)
+    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": torch.nn.GELU("tanh")}[activation]
+    torch.testing.assert_close(reference.gated(torch.cat([gate, up], 1), activation), function(gate) * up)
+    torch.testing.assert_close(reference.activated(gate, activation), function(gate))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
@@ -51,20 +69,20 @@ def test_norm(dtype: torch.dtype, case: str, tokens: int) -> None:
     assert norm_difference(ops, reference, case, tokens, 70, dtype) <= tolerance(dtype)
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("case", ROTARY_CASES)
 @pytest.mark.parametrize(
     ("dtype", "cached"),
     [(FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT32, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT16, BFLOAT16)],
     ids=str,
 )
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_rotation(dtype: torch.dtype, cached: torch.dtype, norm: bool, tokens: int) -> None:
+def test_rotation(dtype: torch.dtype, cached: torch.dtype, case: str, tokens: int) -> None:
     coarser = max(dtype, cached, key=lambda each: torch.finfo(each).eps)
-    assert rotary_difference(ops, reference, tokens, dtype, cached, norm=norm) <= tolerance(coarser)
+    assert rotary_difference(ops, reference, case, tokens, dtype, cached) <= tolerance(coarser)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_gate(dtype: torch.dtype, activation: reference.Activation, tokens: int) -> None:
     assert gate_difference(ops, reference, tokens, 70, dtype, activation) <= tolerance(dtype, 1)

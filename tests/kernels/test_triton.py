@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from llmsched.kernels.reference import AttentionShape
 from llmsched.kernels.triton import ops
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
-from llmsched.kernels.triton.layer import gate_kernel, norm_kernel, rotary_kernel
+from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import Gpu, choose_tiling
 
@@ -43,7 +43,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 48
+    assert len(differences) == 60
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     assert differences["write_kv"] == differences["sample"] == 0
@@ -162,14 +162,23 @@ def test_small_kernels_compile(arch: int, tmp_path: Path) -> None:
         assert resources(compiled, tmp_path)["STACK"] == 0
 
 
+NORM = {"SIZE": 4096, "BLOCK": 4096, "BRANCH": True, "BRANCH_NORM": True, "CENTRED": False, "BIAS": False}
+ROTARY = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "ROTATED": 128, "BLOCK_SIZE": 16, "BLOCK_D": 128} | {
+    "NORM": True,
+    "BY_GROUP": False,
+}
+ACTIVATION = {"SIZE": 14336, "BLOCK": ops.ACTIVATION_BLOCK, "ACTIVATION": 2, "GATED": True}
 LAYER_KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
-    "norm": (norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "BRANCH": True, "BRANCH_NORM": True}, {}),
-    "rotary": (
+    "norm": (norm_kernel, NORM, {}),
+    "LayerNorm": (norm_kernel, {**NORM, "BRANCH_NORM": False, "CENTRED": True, "BIAS": True}, {}),
+    "rotary": (rotary_kernel, ROTARY, {"slot_mapping": "*i64"}),
+    "rotary, partial": (
         rotary_kernel,
-        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 64, "NORM": True},
+        {**ROTARY, "DIM": 80, "ROTATED": 32, "NORM": False, "BY_GROUP": True},
         {"slot_mapping": "*i64"},
     ),
-    "gate": (gate_kernel, {"SIZE": 14336, "BLOCK": ops.GATE_BLOCK, "GELU": True}, {}),
+    "gate": (activation_kernel, ACTIVATION, {}),
+    "exact GELU": (activation_kernel, {**ACTIVATION, "ACTIVATION": 1, "GATED": False}, {}),
 }
 
 

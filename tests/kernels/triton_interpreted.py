@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 from batches import Shape, make_batch
-from layers import NORM_CASES, gate_difference, norm_difference, rotary_difference
+from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, rotary_difference
 from triton.runtime import interpreter
 
 from llmsched.kernels import reference
@@ -132,10 +132,9 @@ def main() -> None:
     for dtype in (torch.float32, torch.float16):
         for name in NORM_CASES:
             differences[f"norm, {name}, {dtype}"] = norm_difference(ops, reference, name, 3, 70, dtype)
-        for norm in (False, True):
-            difference = rotary_difference(ops, reference, 5, dtype, dtype, norm=norm)
-            differences[f"rotary{' with norm' if norm else ''}, {dtype}"] = difference
-        for activation in ("silu", "gelu_tanh"):
+        for name in ROTARY_CASES:
+            differences[f"rotary, {name}, {dtype}"] = rotary_difference(ops, reference, name, 5, dtype, dtype)
+        for activation in reference.ACTIVATIONS:
             name = f"gate, {activation}, {dtype}"
             differences[name] = gate_difference(ops, reference, 2, 1100, dtype, activation)
     print(json.dumps(differences))

@@ -97,6 +97,36 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size": 96,
         },
     ),
+    "mpt": (
+        "mpt",
+        {
+            **dict.fromkeys(("num_key_value_heads", "intermediate_size", "max_position_embeddings", "hidden_size")),
+            **dict.fromkeys(("num_hidden_layers", "num_attention_heads")),
+            "max_seq_len": MAX_POSITION,
+            "d_model": 96,
+            "n_layers": 3,
+            "n_heads": 6,
+        },
+    ),
+    "falcon": ("falcon", {"num_key_value_heads": None, "intermediate_size": None, "alibi": False}),
+    "falcon_alibi": (
+        "falcon",
+        {
+            **dict.fromkeys(("num_key_value_heads", "intermediate_size")),
+            **{"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        },
+    ),
+    "falcon_new": (
+        "falcon",
+        {
+            **dict.fromkeys(("num_key_value_heads", "intermediate_size")),
+            **{"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "phi": ("phi", {}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", {}),
     "gpt_oss": (
         "gpt_oss",
         {
