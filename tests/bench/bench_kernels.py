@@ -2,9 +2,9 @@
 
 torch's attention gets gathered keys and values. The contenders take turns and the best time of each counts, so ratios
 hold on a shared machine. The floor is the time in which torch sums as many bytes of float32 with equally warm caches.
-Shapes are SmolLM2-135M's.
+Shapes are SmolLM2-135M's or, with --llama, Llama-3.1-8B's.
 
-python tests/bench/bench_kernels.py [--device cuda] [--dtype bfloat16] [--seconds 3]
+python tests/bench/bench_kernels.py [--device cuda --llama] [--dtype bfloat16] [--seconds 3]
 """
 
 from __future__ import annotations
@@ -26,11 +26,21 @@ from batches import Batch, Shape, make_batch
 
 from llmsched.kernels import dispatch, reference
 
+SMOLLM = {"heads": 9, "kv_heads": 3}
+LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 DECODES = [(batch, context) for context in (512, 4096) for batch in (1, 8, 32)]
-SHAPES = [Shape(f"decode {b} x {c}", ((1, c),) * b, heads=9, kv_heads=3) for b, c in DECODES] + [
-    Shape("chunk 256 of 512", ((256, 512),), heads=9, kv_heads=3),
-    Shape("chunk 256 of 4096", ((256, 4096),), heads=9, kv_heads=3),
-    Shape("31 decodes x 512 and chunk 225", ((1, 512),) * 31 + ((225, 512),), heads=9, kv_heads=3),
+SHAPES = [Shape(f"decode {b} x {c}", ((1, c),) * b, **SMOLLM) for b, c in DECODES] + [
+    Shape("chunk 256 of 512", ((256, 512),), **SMOLLM),
+    Shape("chunk 256 of 4096", ((256, 4096),), **SMOLLM),
+    Shape("31 decodes x 512 and chunk 225", ((1, 512),) * 31 + ((225, 512),), **SMOLLM),
+    Shape("decode 32k among 31 x 512", ((1, 32_768),) + ((1, 512),) * 31, **SMOLLM),
+]
+LARGE_DECODES = ((1, 32_768), (32, 1024), (256, 1024), (32, 8192))
+LARGE_SHAPES = [Shape(f"decode {b} x {c}", ((1, c),) * b, **LLAMA) for b, c in LARGE_DECODES] + [
+    Shape("decode 32k among 31 x 512", ((1, 32_768),) + ((1, 512),) * 31, **LLAMA),
+    Shape("chunk 2048 of 2048", ((2048, 2048),), **LLAMA),
+    Shape("chunk 256 of 32k", ((256, 32_768),), **LLAMA),
+    Shape("31 decodes x 1024 and chunk 2048", ((1, 1024),) * 31 + ((2048, 2048),), **LLAMA),
 ]
 Contender = Callable[[], object]
 
@@ -78,9 +88,9 @@ def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> tu
     """Return the bytes of keys and values, and each contender's time."""
     batch = make_batch(shape, dtype=dtype, device=device)
     kv_bytes = 2 * sum(c for _, c in shape.sequences) * shape.kv_heads * shape.head_dim * dtype.itemsize
-    stretch = torch.ones(kv_bytes // 4, device=device)
+    stretch, work = torch.ones(kv_bytes // 4, device=device), batch.prepare()
     contenders: dict[str, Contender] = {
-        "kernel": lambda: dispatch.paged_attention(*batch.tensors, **batch.options),
+        "kernel": lambda: dispatch.paged_attention(*batch.tensors, work=work, **batch.options),
         "gather": lambda: gather_and_attend(batch),
         "reference": lambda: reference.paged_attention(*batch.tensors, **batch.options),
         "floor": stretch.sum,
@@ -92,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--llama", action="store_true", help="shapes of Llama-3.1-8B; up to 2 GB of KV")
     parser.add_argument("--seconds", type=float, default=3.0, help="spent on each batch")
     arguments = parser.parse_args()
     backend = dispatch.backend_name(torch.device(arguments.device).type)
@@ -99,7 +110,7 @@ def main() -> None:
     for column in ("type", "batch", "KV MB", "kernel", "GB/s", "floor", "gather + SDPA", "reference"):
         table.add_column(column, justify="right")
     for dtype in arguments.dtype:
-        for shape in SHAPES:
+        for shape in LARGE_SHAPES if arguments.llama else SHAPES:
             kv_bytes, times = measure(shape, getattr(torch, dtype), arguments.device, arguments.seconds)
             kernel = times.pop("kernel")
             ratios = [

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmsched.kernels.dispatch import prepare_attention
+from llmsched.kernels.reference import AttentionShape
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -58,6 +61,13 @@ class Batch:
             self.cu_seqlens_q,
             self.context_lens,
         )
+
+    def prepare(self) -> Any:
+        """Return the batch's `work`, without which each call of `paged_attention` on a GPU waits for the lengths."""
+        (_, heads, key_dim), (_, kv_heads, _, value_dim) = self.query.shape, self.value_cache.shape
+        layer = AttentionShape(heads, kv_heads, key_dim, value_dim, self.options["window"], self.query.element_size())
+        device, lengths = self.query.device, (self.cu_seqlens_q.cpu().numpy(), self.context_lens.cpu().numpy())
+        return prepare_attention([layer], *lengths, device, lambda array: torch.from_numpy(array).to(device))[0]
 
 
 def make_batch(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Batch:

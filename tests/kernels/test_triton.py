@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from batches import Shape, make_batch
+from batches import Batch, Shape, make_batch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -213,32 +213,49 @@ class PretendedGpu:
         return 0
 
 
-def to_meta(array: Any) -> torch.Tensor:
-    return torch.from_numpy(array).to("meta")
+Launch = tuple[str, Any, list[Any], dict[str, Any]]
 
 
-def test_batches_of_all_sizes_share_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch up to the point where a GPU is needed: a server must not compile while it serves.
-
-    One attention kernel each for decodes and for chunks, and one to join.
-    """
-    compiled = []
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Name, grid, tensors' shapes and other arguments of each launch, and the kernel: up to where a GPU is needed."""
+    found: list[Launch] = []
     launch = triton.runtime.jit.JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled.append(launch(kernel, *arguments, grid=grid, warmup=True, **options))
+        compiled = launch(kernel, *arguments, grid=grid, warmup=True, **options)
+        shapes = [(each.shape, each.dtype) if isinstance(each, torch.Tensor) else each for each in arguments]
+        found.append((kernel.__name__, grid, shapes, {**options, "compiled": id(compiled)}))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setattr(triton.runtime.driver, "_active", PretendedGpu())
     monkeypatch.setattr(ops, "find_gpu", lambda device: Gpu(132, 90))
+    return found
+
+
+def attend(sequences: list[tuple[int, int]], max_blocks: int = 80) -> Batch:
+    """Launch attention for a batch without data."""
+    bounds, contexts = make_batch(Shape("", tuple(sequences))).tensors[4:]
+    batch = make_batch(Shape("", tuple(sequences)), dtype=torch.float16, device="meta")
+    layer = AttentionShape(6, 2, 64, 64, None, 2)
+    work = ops.prepare_attention([layer], bounds.numpy(), contexts.numpy(), batch.query.device, to_meta)[0]
+    tables = torch.empty(len(sequences), max_blocks, dtype=torch.int32, device="meta")
+    ops.paged_attention(*batch.tensors[:3], tables, *batch.tensors[4:], work=work, **batch.options)
+    return batch
+
+
+def to_meta(array: Any) -> torch.Tensor:
+    return torch.from_numpy(array).to("meta")
+
+
+def test_batches_of_all_sizes_share_few_kernels(launches: list[Launch]) -> None:
+    """A server must not compile while it serves.
+
+    One attention kernel each for decodes and for chunks, and one to join.
+    """
     for sequences in ([(1, 90)], [(1, 90)] * 16, [(1, 90)] * 300, [(1, 90), (5, 60)], [(600, 600)] * 17):
-        bounds, contexts = make_batch(Shape("", tuple(sequences))).tensors[4:]
-        batch = make_batch(Shape("", tuple(sequences)), dtype=torch.float16, device="meta")
-        layer = AttentionShape(6, 2, 64, 64, None, 2)
-        work = ops.prepare_attention([layer], bounds.numpy(), contexts.numpy(), batch.query.device, to_meta)[0]
         for max_blocks in (33, 80):
-            tables = torch.empty(len(sequences), max_blocks, dtype=torch.int32, device="meta")
-            ops.paged_attention(*batch.tensors[:3], tables, *batch.tensors[4:], work=work, **batch.options)
+            batch = attend(sequences, max_blocks)
         slots = torch.empty(batch.query.shape[0], dtype=torch.int64, device="meta")
         ops.write_kv(batch.query[:, :2], batch.query[:, 2:4], batch.key_cache, batch.value_cache, slots)
         rows, weight, tables = batch.query.flatten(1), batch.query[0].flatten(), batch.query[:, 0].contiguous()
@@ -246,7 +263,23 @@ def test_batches_of_all_sizes_share_few_kernels(monkeypatch: pytest.MonkeyPatch)
             ops.add_norm(rows, branch, weight, eps=1e-5)
         ops.rotate_and_write(rows.repeat(1, 2), tables, tables, batch.key_cache, batch.value_cache, slots)
         ops.gated(rows, "silu")
-    assert len({id(kernel) for kernel in compiled}) == 8
+    assert len({options["compiled"] for *_, options in launches}) == 8
+
+
+def test_launches_of_decodes_do_not_depend_on_contexts(launches: list[Launch]) -> None:
+    """A CUDA graph replays them for other contexts."""
+    attend([(1, 1), (1, 1), (1, 1201)])
+    attend([(1, 900), (1, 310), (1, 2)])  # with as many blocks
+    assert [name for name, *_ in launches] == ["attend_kernel", "join_kernel"] * 2
+    assert launches[:2] == launches[2:]
+
+
+def test_a_decode_beside_a_chunk_has_small_tiles(launches: list[Launch]) -> None:
+    attend([(1, 90), (64, 64), (1, 30)])
+    assert [(name, grid, options["BLOCK_M"]) for name, grid, _, options in launches] == [
+        ("attend_kernel", (4,), 16),
+        ("attend_kernel", (4,), 128),
+    ]
 
 
 def test_tiles_are_legal() -> None:

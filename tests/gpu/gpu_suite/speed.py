@@ -111,13 +111,9 @@ def measure_speed(device: str, *, small: bool) -> Iterator[CheckRow]:
     yield CheckRow("copy bandwidth", f"{copied / 1e9:,.0f} GB/s", bandwidth, data=data)
     flops, data = f"{limits.flops / 1e12:,.1f} TFLOP/s", {"measured": multiplied, "floor_uses": limits.flops}
     yield CheckRow("bf16 products", f"{multiplied / 1e12:,.1f} TFLOP/s", flops, data=data)
-    for batch, context in ((max(size.batches), size.context), (1, size.context * max(size.batches))):
-        name = f"attention alone, {batch} decodes of {context}"
-        yield attempt(name, lambda batch=batch, context=context, name=name: attention_row(
-            name, size, batch, context, device, limits
-        ))  # fmt: skip
-    name = f"attention alone, a prefill of {size.prefill}"
-    yield attempt(name, lambda name=name: attention_prefill_row(name, size, device, limits))
+    for case, sequences in attention_cases(size).items():
+        name = f"attention alone, {case}"
+        yield attempt(name, lambda sequences=sequences, name=name: attention_row(name, size, sequences, device, limits))
     started = time.perf_counter()
     model = make_model(size, device)
     name = f"random weights on the device, {size.layers} layers"
@@ -198,26 +194,38 @@ def product_flops(device: str, small: bool) -> float:
     return 2.0 * width**3 / seconds
 
 
-def attention_row(name: str, size: Size, batch: int, context: int, device: str, limits: DeviceLimits) -> CheckRow:
-    """Time one layer's attention over contexts larger than the GPU's cache; compare with one read of their KV."""
-    shape = Shape(name, ((1, context),) * batch, size.heads, size.kv_heads, size.head_dim)
-    made = make_batch(shape, dtype=size.dtype, device=device)
-    needed = 2 * batch * context * size.kv_heads * size.head_dim * size.dtype.itemsize
-    seconds = timed(
-        lambda: dispatch.paged_attention(*made.tensors, **made.options), device, warmup=5, repeats=size.repeats
-    )
-    return beside(name, seconds, needed / limits.bandwidth, {"kv_bytes": needed})
+Sequences = tuple[tuple[int, int], ...]
 
 
-def attention_prefill_row(name: str, size: Size, device: str, limits: DeviceLimits) -> CheckRow:
-    """Time one layer's causal attention over a prompt; compare with the products of the unmasked half."""
-    shape = Shape(name, ((size.prefill, size.prefill),), size.heads, size.kv_heads, size.head_dim)
-    made = make_batch(shape, dtype=size.dtype, device=device)
-    needed = 2.0 * size.prefill**2 * size.heads * size.head_dim
+def attention_cases(size: Size) -> dict[str, Sequences]:
+    """Return batches of (new tokens, context) with KV larger than the GPU's cache."""
+    batch, context = max(size.batches), size.context
+    decodes, long, prompt = ((1, context),) * batch, ((1, context * batch),), ((size.prefill, size.prefill),)
+    return {
+        f"{batch} decodes of {context}": decodes,
+        f"a decode of {context * batch}": long,
+        f"a decode of {context * batch} among {batch - 1} of {context // 2}": ((1, context // 2),) * (batch - 1) + long,
+        f"a prefill of {size.prefill}": prompt,
+        f"a prefill of {size.prefill} beside {batch} decodes of {context}": decodes + prompt,
+    }
+
+
+def attention_row(name: str, size: Size, sequences: Sequences, device: str, limits: DeviceLimits) -> CheckRow:
+    """Time one layer's attention. The floor is one read of the decodes' KV, and the products of visible keys."""
+    made = make_batch(Shape(name, sequences, size.heads, size.kv_heads, size.head_dim), dtype=size.dtype, device=device)
+    width, dtype_bytes = size.kv_heads * size.head_dim, size.dtype.itemsize
+    kv_bytes = sum(2 * context * width * dtype_bytes for count, context in sequences if count == 1)
+    visible = sum(count * (context - count / 2) for count, context in sequences if count > 1)
+    flops = 4 * visible * size.heads * size.head_dim
+    work = made.prepare()
     seconds = timed(
-        lambda: dispatch.paged_attention(*made.tensors, **made.options), device, warmup=3, repeats=size.repeats
+        lambda: dispatch.paged_attention(*made.tensors, work=work, **made.options),
+        device,
+        warmup=5,
+        repeats=size.repeats,
     )
-    return beside(name, seconds, needed / limits.flops, {"flops": needed})
+    floor = kv_bytes / limits.bandwidth + flops / limits.flops
+    return beside(name, seconds, floor, {"kv_bytes": kv_bytes, "flops": flops})
 
 
 # -- the engine -----------------------------------------------------------------------------------------------
