@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from configs import CONFIGS, published_config
 
 from llmsched.engine.architecture.config_fields import nested_text, read_config_file, read_fields
 from llmsched.engine.architecture.geometry import LayerGroup, kv_geometry
 from llmsched.engine.errors import ModelError
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 BF16, FP8 = 2, 1
 
 
@@ -164,14 +164,14 @@ def measured(config: Any) -> Wanted:
 
 @pytest.mark.parametrize("name", FILES | UNKNOWN_TO_TRANSFORMERS)
 def test_published_configs(name: str) -> None:
-    config = read_config_file(CONFIGS / f"{name}_config.json")
+    config = published_config(name)
     assert measured(config) == (FILES | UNKNOWN_TO_TRANSFORMERS)[name]
     assert kv_geometry(config).confidence == ("estimate" if "Kimi" in name else "exact")
 
 
 @pytest.mark.parametrize("name", FILES | UNKNOWN_TO_TRANSFORMERS)
 def test_m04_nested_and_plain_configs_give_the_same(name: str) -> None:
-    config = read_config_file(CONFIGS / f"{name}_config.json")
+    config = published_config(name)
     text = nested_text(config)
     other = text if text is not None else {"model_type": "a_model_that_sees", "text_config": config}
     assert kv_geometry(other).groups == kv_geometry(config).groups
@@ -198,7 +198,7 @@ def test_plain_families_are_read_without_transformers(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("llmsched.engine.architecture.config_fields.transformers_config", refuse)
     for name in ("meta-llama--Meta-Llama-3.1-8B", "Qwen--Qwen3-0.6B", "openai--gpt-oss-20b"):
-        assert measured(read_config_file(CONFIGS / f"{name}_config.json")) == FILES[name]
+        assert measured(published_config(name)) == FILES[name]
 
 
 # Geometries that published calculators get wrong, by the shape alone (no model_type).
@@ -252,13 +252,13 @@ def test_hybrid_pattern_counts_attention_layers_only_and_state_once() -> None:
 
 def test_fp8_halves_every_figure() -> None:
     for name in ("meta-llama--Meta-Llama-3.1-8B", "openai--gpt-oss-20b"):
-        geometry = kv_geometry(read_config_file(CONFIGS / f"{name}_config.json"))
+        geometry = kv_geometry(published_config(name))
         assert 2 * geometry.kv_bytes_per_token(FP8) == geometry.kv_bytes_per_token(BF16)
         assert 2 * geometry.cached_bytes_per_token(FP8) == geometry.cached_bytes_per_token(BF16)
 
 
 def test_mla_is_one_latent_and_one_rope_vector_but_this_engine_caches_it_expanded() -> None:
-    geometry = kv_geometry(read_config_file(CONFIGS / "deepseek-ai--DeepSeek-V3_config.json"))
+    geometry = kv_geometry(published_config("deepseek-ai--DeepSeek-V3"))
     assert geometry.groups == (LayerGroup("mla", 61, 1, 512 + 64, 0, expanded=128 * (192 + 128)),)
     assert geometry.cached_bytes_per_token(BF16) == 61 * 128 * (192 + 128) * 2
 
@@ -301,7 +301,7 @@ def test_m05_blocks_describe_each_layer() -> None:
 
 
 def test_m06_the_indexer_caches_one_key_per_layer() -> None:
-    config = read_config_file(CONFIGS / "deepseek-ai--DeepSeek-V3.2_config.json")
+    config = published_config("deepseek-ai--DeepSeek-V3.2")
     keys = 61 * 128
     assert kv_geometry(config).kv_bytes_per_token(BF16) == 70272 + keys * BF16
     assert kv_geometry(config).kv_bytes_per_token(FP8) == (70272 + keys * BF16) // 2
@@ -373,7 +373,7 @@ GROUPED = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_head
         ({"num_hidden_layers": 2, "hidden_size": 8}, "no attention heads"),
         ({"num_hidden_layers": 2, "num_attention_heads": 2}, "neither head_dim nor hidden_size"),
         (
-            read_config_file(CONFIGS / "openai--gpt-oss-20b_config.json") | {"num_hidden_layers": 23},
+            published_config("openai--gpt-oss-20b") | {"num_hidden_layers": 23},
             "num_hidden_layers is 23, but layer_types lists 24",
         ),
         ({"num_hidden_layers": -4, "num_attention_heads": 4}, "num_hidden_layers is -4"),
@@ -413,7 +413,7 @@ def test_read_fields_prefers_what_the_file_says() -> None:
 
 
 def test_e05_the_figures_with_all_tokens_kept_and_with_windows_freed() -> None:
-    geometry = kv_geometry(read_config_file(CONFIGS / "openai--gpt-oss-20b_config.json"))
+    geometry = kv_geometry(published_config("openai--gpt-oss-20b"))
     kept = 32 * 8192 * geometry.cached_bytes_per_token(BF16)
     freed = 32 * geometry.bytes_with_windows_freed(8192, BF16)
     assert kept == 12 << 30
@@ -421,5 +421,5 @@ def test_e05_the_figures_with_all_tokens_kept_and_with_windows_freed() -> None:
 
 
 def test_state_counts_once_where_windows_are_freed() -> None:
-    geometry = kv_geometry(read_config_file(CONFIGS / "Qwen--Qwen3.5-27B_config.json"))
+    geometry = kv_geometry(published_config("Qwen--Qwen3.5-27B"))
     assert geometry.bytes_with_windows_freed(100, BF16) == 100 * 65536 + 153944064

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import published_config
 
-from llmsched.engine.architecture.config_fields import read_config_file, read_fields
+from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.architecture.parameters import Parameters
 from llmsched.engine.architecture.quantization import (
@@ -22,11 +23,10 @@ from llmsched.engine.architecture.quantization import (
 from llmsched.engine.architecture.weights import model_weights, stored_bytes
 from llmsched.engine.errors import ConfigError, ModelError
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 GIB = 1 << 30
 COUNTED = Parameters(linear=1 << 20, experts=1 << 21, embeddings=1000, other=100, encoders=10)
 PLAIN = 2 * (1000 + 100 + 10)
-LLAMA_70B = read_config_file(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
+LLAMA_70B = published_config("meta-llama--Meta-Llama-3.1-8B")
 LLAMA_70B |= {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 
 
@@ -92,7 +92,7 @@ def test_a_format_that_is_not_known_is_not_guessed(settings: dict[str, Any]) -> 
     ],
 )
 def test_published_quantised_models(config: dict[str, Any] | str, gib: float) -> None:
-    content = config if isinstance(config, dict) else read_config_file(CONFIGS / f"{config}_config.json")
+    content = config if isinstance(config, dict) else published_config(config)
     weights = model_weights(None, read_fields(content), dtype_bytes=2)
     assert weights.count == pytest.approx(gib * GIB, rel=0.002)
     assert not weights.exact

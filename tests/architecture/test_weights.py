@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from configs import published_config
 from safetensors.numpy import save_file
 
-from llmsched.engine.architecture.config_fields import read_config_file, read_fields
+from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.weights import model_weights
 from llmsched.engine.errors import ModelError
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 QWEN25_05B = {
     "model_type": "qwen2",
     "num_hidden_layers": 24,
@@ -61,7 +61,7 @@ OPENELM_270M = {
     ],
 )
 def test_parameters_of_published_models(config: dict[str, Any] | str, parameters: int) -> None:
-    content = config if isinstance(config, dict) else read_config_file(CONFIGS / f"{config}_config.json")
+    content = config if isinstance(config, dict) else published_config(config)
     weights = model_weights(None, read_fields(content), dtype_bytes=2)
     assert weights.count == 2 * parameters
     assert weights.source == "config"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine
+from configs import CONFIGS, published_config
 from gguf_files import write_gguf
 from tiny_models import build_model, build_tokenizer
 
@@ -17,7 +18,6 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.memory.planner import plan_memory
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 LLAMA = str(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
 GIB = 1 << 30
 #: Configs with an unknown setting, or with a name that contradicts them.
@@ -160,7 +160,7 @@ def test_bad_input_is_one_line(command: CommandLine, arguments: tuple[str, ...],
     assert wanted in command.refused("kv-budget", LLAMA, *device, *arguments)
 
 
-GEMMA_4 = read_config_file(CONFIGS / "google--gemma-4-26B-A4B_config.json")
+GEMMA_4 = published_config("google--gemma-4-26B-A4B")
 del GEMMA_4["text_config"]["num_experts"]
 LLAMA_FIELDS = read_config_file(Path(LLAMA))
 
@@ -274,7 +274,7 @@ def test_a_directory_and_its_gguf_agree(command: CommandLine, tmp_path: Path) ->
 
 
 def test_m02_the_quantisation_file_beside_the_config_counts(command: CommandLine, tmp_path: Path) -> None:
-    path = write_config(tmp_path, read_config_file(CONFIGS / "nvidia--Llama-3.1-70B-Instruct-FP8_config.json"))
+    path = write_config(tmp_path, published_config("nvidia--Llama-3.1-70B-Instruct-FP8"))
     described = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": described}))
     for model in (path, str(tmp_path)):
@@ -324,7 +324,7 @@ def test_m03_a_setting_that_may_change_the_weights_leaves_it_open(command: Comma
 
 @pytest.mark.parametrize("missing", ["text_config", "vision_config"])
 def test_m03_a_part_that_the_config_does_not_describe(command: CommandLine, tmp_path: Path, missing: str) -> None:
-    content = read_config_file(CONFIGS / "Qwen--Qwen3-VL-4B-Instruct_config.json")
+    content = published_config("Qwen--Qwen3-VL-4B-Instruct")
     del content[missing]
     outcome = command("kv-budget", write_config(tmp_path, content), "--gpu", "h200", "--json")
     assert (outcome.code, outcome.json["fits"], outcome.json["confidence"]) == (1, None, "estimate")

@@ -10,13 +10,13 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 from command_line import CommandLine
+from configs import CONFIGS
 
 from llmsched.engine.device import gpu_device
 from llmsched.engine.memory.planner import open_planner
 from llmsched.profiles.gpus import find_gpu
 from llmsched.profiles.shipped_models import shipped_configs
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 QWEN = "Qwen/Qwen3-8B"
 GIB = 1 << 30
 

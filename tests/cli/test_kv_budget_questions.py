@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine
+from configs import CONFIGS
 
 from llmsched.engine.device import DeviceMemory, Holder
 from llmsched.profiles.gpus import gpus
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 LLAMA = str(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
 GIB = 1 << 30
 

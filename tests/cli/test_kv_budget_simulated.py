@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
-
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
+from configs import CONFIGS
 
 
 @pytest.fixture

@@ -305,17 +305,6 @@ def test_abort_in_every_state() -> None:
     assert engine.abort("decoding") == []
 
 
-def test_blocks_written_before_an_abort_can_be_reused() -> None:
-    """After an abort during prefill, a prefix hit covers exactly the blocks that were computed."""
-    engine = make_engine(max_num_batched_tokens=64)
-    engine.add_request("gone", prompt(300), sampling())
-    engine.step()
-    engine.abort("gone")
-    choice = generate(engine, (prompt(300), sampling()))[0]
-    assert choice.num_cached_tokens == 64
-    assert choice.tokens == alone(prompt(300), sampling()).tokens
-
-
 def faulty(executor: Executor, chance: random.Random) -> Executor:
     """Return an executor whose rows fail at random."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from configs import published_config
 
-from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.flops import ModelFlops, model_flops
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.cost import StepShape
@@ -16,7 +15,6 @@ from llmsched.engine.executor.roofline import Roofline
 from llmsched.profiles.engines import engine_spec, find_engine
 from llmsched.profiles.gpus import find_gpu
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 SHARES = ("matrix", "matrix_fp8", "matrix_fp8_block", "attention", "bandwidth", "kv", "experts")
 #: An engine that reaches everything and costs nothing.
 FREE = dict.fromkeys(("step_us", "layer_us", "row_us"), 0.0)
@@ -27,7 +25,7 @@ LLAMA_NUMBERS, LLAMA_HEAD = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) +
 
 
 def work(name: str, dtype_bytes: int = 2, kv_bytes: int | None = None, **settings: Any) -> ModelFlops:
-    content = read_config_file(CONFIGS / f"{name}_config.json") | settings
+    content = published_config(name) | settings
     return model_flops(content, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_bytes)
 
 

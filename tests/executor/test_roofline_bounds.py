@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+from configs import published_config
 
-from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.flops import ModelFlops, model_flops
 from llmsched.engine.architecture.quantization import quantised_config
 from llmsched.engine.executor.cost import StepShape
@@ -17,7 +16,6 @@ from llmsched.engine.executor.roofline import Roofline
 from llmsched.profiles.engines import engines
 from llmsched.profiles.gpus import GpuSpec, find_gpu, gpus
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 MODELS = {
     "dense": ("meta-llama--Meta-Llama-3.1-8B", None),
     "fp8": ("meta-llama--Meta-Llama-3.1-8B", "fp8"),
@@ -48,7 +46,7 @@ each_model = pytest.mark.parametrize("model", MODELS)
 @cache
 def work(model: str) -> ModelFlops:
     name, quantization = MODELS[model]
-    content = read_config_file(CONFIGS / f"{name}_config.json")
+    content = published_config(name)
     if quantization is not None:
         content = quantised_config(content, quantization)
     return model_flops(content, dtype_bytes=2)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from configs import published_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup, kv_geometry
 from llmsched.engine.kv.layout import MAX_GROUPS, KVLayout, group_layers
 
-CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
 BF16 = 2
 
 
@@ -80,7 +78,7 @@ def test_all_layers_share_a_table_if_groups_are_impossible_or_save_nothing(
 
 def test_published_configs() -> None:
     def layout(name: str) -> KVLayout:
-        return group_layers(kv_geometry(read_config_file(CONFIGS / f"{name}_config.json")), 16, 8192).layout
+        return group_layers(kv_geometry(published_config(name)), 16, 8192).layout
 
     assert layout("openai--gpt-oss-20b") == KVLayout(16, 1, 1, 128)
     assert layout("meta-llama--Meta-Llama-3.1-8B") == KVLayout(16)

@@ -14,17 +14,13 @@ from llmsched.engine.kv.prefix_cache import MIN_COPIED
 from llmsched.engine.kv.prefix_tree import NO_HIT
 
 
-def find(driver: KVDriver, prompt: list[int], salt: str = "") -> int:
-    return driver.kv.prefix_cache.find(make_request("probe", prompt, cache_salt=salt)).num_tokens
-
-
 @pytest.mark.parametrize("common", [16, 17, 19, 20, 27, 31, 32, 33, 36, 40, 47])
 def test_hit_is_exact_to_the_token_from_four_on(common: int) -> None:
     driver = KVDriver(16)
     driver.serve(tokens(48))
     prompt = tokens(common) + tokens(40, seed=9)
     copied = common % 16 if common % 16 >= MIN_COPIED else 0
-    assert find(driver, prompt) == common // 16 * 16 + copied
+    assert driver.find(prompt) == common // 16 * 16 + copied
     request = driver.come(prompt)
     assert request.num_computed_tokens == common // 16 * 16 + copied
     driver.step({request: 100})
@@ -49,14 +45,14 @@ def test_copied_block_stays_findable_as_a_whole_and_is_not_written_twice() -> No
     driver.step({again: 1})
     assert driver.kv.pool.num_used == 2, "the block that was copied gave way to the one that was there"
     driver.leave(again)
-    assert find(driver, [*tokens(32), 5]) == 32
+    assert driver.find([*tokens(32), 5]) == 32
 
 
 def test_closest_of_several_is_copied() -> None:
     driver = KVDriver(32)
     for common in (5, 12, 9):
         driver.serve(tokens(16) + tokens(common, seed=2) + tokens(20, seed=50 + common))
-    assert find(driver, tokens(16) + tokens(16, seed=2) + tokens(4)) == 28
+    assert driver.find(tokens(16) + tokens(16, seed=2) + tokens(4)) == 28
 
 
 def test_salt_separates_blocks_being_read_copied_and_written() -> None:
@@ -150,8 +146,8 @@ def test_a_copied_source_is_evicted_after_unused_blocks() -> None:
     driver.step({request: 9})
     driver.leave(request)
     driver.come(tokens(5 * 16, seed=2))
-    assert find(driver, tokens(17)) == 16
-    assert find(driver, tokens(17, seed=1)) == 0
+    assert driver.find(tokens(17)) == 16
+    assert driver.find(tokens(17, seed=1)) == 0
 
 
 # -- in flight ------------------------------------------------------------------------------------------------
@@ -190,7 +186,7 @@ def test_a_prefix_in_flight_is_gone_with_its_request() -> None:
 def test_block_that_a_running_request_is_filling_is_copied() -> None:
     driver = KVDriver(64)
     first = driver.come(tokens(40), name="first")
-    assert find(driver, tokens(40)) == 0, "not computed yet"
+    assert driver.find(tokens(40)) == 0, "not computed yet"
     driver.step({first: 40})
     second = driver.come(tokens(40), name="second")
     assert second.num_computed_tokens == 39
@@ -206,9 +202,9 @@ def test_blocks_that_still_wait_for_a_copy_are_no_source() -> None:
     driver.step({first: 40})
     second = driver.come(tokens(40), name="second")
     driver.leave(first)
-    assert find(driver, tokens(40)) == 32, "the copy into the block of the second has not been made yet"
+    assert driver.find(tokens(40)) == 32, "the copy into the block of the second has not been made yet"
     driver.step({second: 1})
-    assert find(driver, tokens(40)) == 39
+    assert driver.find(tokens(40)) == 39
 
 
 # -- block boundaries -----------------------------------------------------------------------------------------
@@ -237,7 +233,7 @@ def test_prefix_that_another_request_used_outlives_newer_private_history() -> No
     driver.serve(system + tokens(16, seed=2))
     for seed in range(10, 20):
         driver.serve(tokens(64, seed=seed))
-    assert find(driver, system + tokens(16, seed=3)) == 32
+    assert driver.find(system + tokens(16, seed=3)) == 32
 
 
 def test_a_preempted_request_that_returns_shares_no_blocks() -> None:
@@ -252,7 +248,7 @@ def test_a_preempted_request_that_returns_shares_no_blocks() -> None:
     driver.leave(request)
     for seed in range(10, 20):
         driver.serve(tokens(64, seed=seed))
-    assert find(driver, tokens(48)) == 0
+    assert driver.find(tokens(48)) == 0
 
 
 def test_block_is_shared_only_with_all_in_front_of_it() -> None:
@@ -270,13 +266,13 @@ def test_block_is_shared_only_with_all_in_front_of_it() -> None:
     driver.serve(tokens(12 * 16, seed=5))
 
 
-def test_prefix_with_an_evicted_beginning_is_no_hit() -> None:
+def test_prefix_with_an_evicted_beginning_is_no_hit() -> None:  # A08
     driver = KVDriver(8)
     driver.serve([*tokens(48), 1])
     driver.serve(tokens(6 * 16, seed=3))
-    assert find(driver, [*tokens(48), 1]) == 32, "the end goes first"
+    assert driver.find([*tokens(48), 1]) == 32, "the end goes first"
     driver.serve(tokens(8 * 16, seed=4))
-    assert find(driver, [*tokens(48), 1]) == 0
+    assert driver.find([*tokens(48), 1]) == 0
 
 
 def test_encoded_tokens_follow_the_sequence() -> None:

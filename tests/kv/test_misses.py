@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -136,11 +137,19 @@ def words(seed: int, count: int = 300) -> list[int]:
     return random.Random(seed).choices(range(1000), k=count)
 
 
-def test_a_time_in_the_system_prompt() -> None:
+def watching(prompt: Callable[[int], list[int]], diverged_at: int = 40) -> PromptWatch:
     watch = PromptWatch()
     for i in range(WINDOW):
-        watch.add([*tokens(40), 5000 + i, *REST], 40)
-    report = watch.report()
+        watch.add(prompt(i), diverged_at)
+    return watch
+
+
+def timed(i: int) -> list[int]:
+    return [*tokens(40), 5000 + i, *REST]
+
+
+def test_a_time_in_the_system_prompt() -> None:
+    report = watching(timed).report()
     assert (report.position, report.count, report.window, report.start) == (40, WINDOW, WINDOW, 40 - AROUND)
     for i, example in zip((0, WINDOW - 1), report.examples, strict=True):
         assert list(example) == [*tokens(40)[-AROUND:], 5000 + i, *REST[: AROUND - 1]]
@@ -157,46 +166,32 @@ def test_values_of_different_length_that_begin_with_equal_digits() -> None:
 
 
 def test_different_questions_behind_the_same_system_prompt_are_not_reported() -> None:
-    watch = PromptWatch()
-    for i in range(WINDOW):
-        watch.add([*tokens(40), *words(i)], 40)
-    assert watch.report() is None
+    assert watching(lambda i: [*tokens(40), *words(i)]).report() is None
 
 
 def test_half_must_agree() -> None:
     watch = PromptWatch()
     for i in range(WINDOW):
-        watch.add([*tokens(40), 5000 + i, *REST], 40 if i < MIN_AGREEING - 1 else None)
+        watch.add(timed(i), 40 if i < MIN_AGREEING - 1 else None)
     assert watch.report() is None
     for i in range(MIN_AGREEING):
-        watch.add([*tokens(40), 6000 + i, *REST], 40)
-    report = watch.report()
-    assert report.count == MIN_AGREEING
+        watch.add(timed(1000 + i), 40)
+    assert watch.report().count == MIN_AGREEING
 
 
 def test_late_divergences_and_short_rests_do_not_matter() -> None:
-    watch = PromptWatch()
-    for i in range(WINDOW):
-        watch.add([*words(0, 402), 5000 + i, *REST], 402)
-    assert watch.report() is None
-    for i in range(WINDOW):
-        watch.add([*tokens(10), 5000 + i, *REST[: MIN_LOST - 2]], 10)
-    assert watch.report() is None
+    assert watching(lambda i: [*words(0, 402), 5000 + i, *REST], 402).report() is None
+    assert watching(lambda i: [*tokens(10), 5000 + i, *REST[: MIN_LOST - 2]], 10).report() is None
 
 
 def test_a_different_prompt_in_between_hides_nothing() -> None:
-    watch = PromptWatch()
-    for i in range(WINDOW):
-        watch.add([*tokens(40), *words(i)] if i % 5 == 0 else [*tokens(40), 5000 + i, *REST], 40)
-    report = watch.report()
+    report = watching(lambda i: [*tokens(40), *words(i)] if i % 5 == 0 else timed(i)).report()
     assert report.count == WINDOW * 4 // 5
     assert all(example[-1] == REST[AROUND - 2] for example in report.examples)
 
 
 def test_old_requests_are_forgotten() -> None:
-    watch = PromptWatch()
-    for i in range(WINDOW):
-        watch.add([*tokens(40), 5000 + i, *REST], 40)
+    watch = watching(timed)
     for _ in range(MIN_AGREEING):
         assert watch.report() is not None
         watch.add(REST, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from configs import resolved
-from fakes import make_request, tokens
+from fakes import tokens
 from kv_driver import KVDriver
 
 from llmsched.engine.errors import RequestError
@@ -19,20 +19,16 @@ def filled(driver: KVDriver) -> None:
         driver.serve(tokens(driver.kv.pool.num_available * 16, seed=seed))
 
 
-def found(driver: KVDriver, prompt: list[int], salt: str = "") -> int:
-    return driver.kv.prefix_cache.find(make_request("probe", prompt, cache_salt=salt)).num_tokens
-
-
 def test_written_prefix_is_pinned_at_once_and_stays() -> None:
     driver = KVDriver(16, max_pinned_blocks=4)
     driver.serve(tokens(60))
     pin = driver.kv.pins.pin(tokens(50), "", None, now=0.0)
     assert (pin.num_tokens, pin.num_written_tokens) == (48, 48)
     filled(driver)
-    assert found(driver, tokens(60)) == 48
+    assert driver.find(tokens(60)) == 48
     assert driver.kv.pins.num_blocks == driver.kv.pool.num_used == 3
     driver.kv.pool.drop_cached()
-    assert found(driver, tokens(60)) == 48
+    assert driver.find(tokens(60)) == 48
     driver.check()
 
 
@@ -45,10 +41,10 @@ def test_unwritten_prefix_is_pinned_block_by_block_as_it_is_written() -> None:
     assert driver.kv.pins.states()[0].num_written_tokens == 16
     driver.leave(writer)
     filled(driver)
-    assert found(driver, tokens(49)) == 16
+    assert driver.find(tokens(49)) == 16
     driver.serve(tokens(48))
     filled(driver)
-    assert found(driver, tokens(49)) == 48
+    assert driver.find(tokens(49)) == 48
     assert driver.kv.pins.num_waiting == 0
 
 
@@ -58,7 +54,7 @@ def test_pin_is_for_its_salt_alone() -> None:
     driver.serve(tokens(16), salt="b")
     driver.serve(tokens(16), salt="a")
     filled(driver)
-    assert (found(driver, tokens(17), "a"), found(driver, tokens(17), "b")) == (16, 0)
+    assert (driver.find(tokens(17), "a"), driver.find(tokens(17), "b")) == (16, 0)
 
 
 def test_pin_expires_and_its_blocks_become_evictable() -> None:
@@ -70,9 +66,9 @@ def test_pin_expires_and_its_blocks_become_evictable() -> None:
     driver.kv.expire(15.0)
     assert driver.kv.pins.states() == []
     assert driver.kv.pool.num_used == 0
-    assert found(driver, tokens(33)) == 32
+    assert driver.find(tokens(33)) == 32
     filled(driver)
-    assert found(driver, tokens(33)) == 0
+    assert driver.find(tokens(33)) == 0
 
 
 def test_pinning_again_sets_a_new_ttl() -> None:
@@ -91,7 +87,7 @@ def test_pins_that_share_blocks_count_them_once() -> None:
     driver.check()
     driver.kv.pins.delete(long.pin_id)
     filled(driver)
-    assert found(driver, tokens(49)) == 32
+    assert driver.find(tokens(49)) == 32
     driver.kv.pins.delete(short.pin_id)
     assert driver.kv.pins.num_blocks == driver.kv.pool.num_used == 0
     driver.check()

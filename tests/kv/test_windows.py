@@ -20,10 +20,6 @@ def driver_of(num_blocks: int, **more: int) -> KVDriver:
     return KVDriver(num_blocks, layout=LAYOUT, **more)
 
 
-def hit(driver: KVDriver, prompt: list[int]) -> int:
-    return driver.kv.prefix_cache.find(make_request("probe", prompt)).num_tokens
-
-
 def held(request: Request) -> tuple[int, int]:
     """Return the blocks held by each full-attention group and by each sliding-window group."""
     table = request.table
@@ -80,14 +76,14 @@ def test_a_chunk_is_shortened_to_what_there_is_room_for() -> None:
 def test_what_has_left_the_window_can_be_found_until_it_is_evicted() -> None:
     driver = driver_of(200)
     driver.serve(tokens(400))
-    assert hit(driver, [*tokens(400), 1]) == 400
-    assert hit(driver, [*tokens(200), *tokens(50, seed=1)]) == 200, "12 blocks, and half of one copied in every group"
+    assert driver.find([*tokens(400), 1]) == 400
+    assert driver.find([*tokens(200), *tokens(50, seed=1)]) == 200, "12 blocks, and half of one copied in every group"
     forget_windows(driver, tokens(400), 12, 13)
-    assert hit(driver, [*tokens(400), 1]) == 400, "that is not in the window of token 400"
-    assert hit(driver, [*tokens(200), *tokens(50, seed=1)]) == 192, "half of a block, but not in every group"
-    assert hit(driver, [*tokens(208), *tokens(50, seed=1)]) == 192
-    assert hit(driver, [*tokens(240), *tokens(50, seed=1)]) == 192
-    assert hit(driver, [*tokens(256), *tokens(50, seed=1)]) == 256
+    assert driver.find([*tokens(400), 1]) == 400, "that is not in the window of token 400"
+    assert driver.find([*tokens(200), *tokens(50, seed=1)]) == 192, "half of a block, but not in every group"
+    assert driver.find([*tokens(208), *tokens(50, seed=1)]) == 192
+    assert driver.find([*tokens(240), *tokens(50, seed=1)]) == 192
+    assert driver.find([*tokens(256), *tokens(50, seed=1)]) == 256
 
 
 def test_a_hit_that_ends_where_a_window_is_gone_says_evicted() -> None:
@@ -105,10 +101,10 @@ def test_evicted_window_blocks_are_replaced_by_the_next_request_that_writes_them
     driver = driver_of(200)
     driver.serve(tokens(400))
     forget_windows(driver, tokens(400), 0, 25)
-    assert hit(driver, [*tokens(400), 1]) == 0
+    assert driver.find([*tokens(400), 1]) == 0
     used = len(driver.kv.prefix_cache.tree)
     driver.serve(tokens(400))
-    assert hit(driver, [*tokens(400), 1]) == 400
+    assert driver.find([*tokens(400), 1]) == 400
     assert len(driver.kv.prefix_cache.tree) == used + 2 * 25, "what keeps all tokens was there, and is not kept twice"
 
 
@@ -146,7 +142,7 @@ def test_a_window_is_restored_from_host_memory_while_others_hold_the_full_blocks
     assert driver.kv.num_swapped(request) == 2 * 3
     driver.swap_out(request)
     forget_windows(driver, tokens(400), 0, 22)
-    assert hit(driver, tokens(400)) == 0
+    assert driver.find(tokens(400)) == 0
     driver.admit(request)
     assert (request.num_computed_tokens, request.table.num_findable) == (320, 20), "24 are known"
     driver.step({request: 80, other: 1})
@@ -165,8 +161,8 @@ def test_only_the_window_is_findable_after_restoring_it_from_host_memory(full_gr
     assert request.num_computed_tokens == 320
     driver.step({request: 1})
     assert request.table.num_findable == 20
-    assert hit(driver, [*tokens(320), 1]) == 320
-    assert hit(driver, [*tokens(304), 1]) == 0
+    assert driver.find([*tokens(320), 1]) == 320
+    assert driver.find([*tokens(304), 1]) == 0
 
 
 def test_with_windows_alone_all_kv_is_restored_from_host_memory() -> None:
@@ -179,7 +175,7 @@ def test_with_windows_alone_all_kv_is_restored_from_host_memory() -> None:
     assert request.num_computed_tokens == 320
     driver.kv.pool.drop_cached()
     driver.step({request: 16})
-    assert hit(driver, [*tokens(336), 1]) == 336
+    assert driver.find([*tokens(336), 1]) == 336
     driver.leave(request)
     driver.kv.pool.drop_cached()
     assert not driver.kv.prefix_cache.tree._roots
@@ -214,7 +210,7 @@ def test_a_pin_holds_the_window_behind_its_prefix() -> None:
     assert driver.kv.pins.num_blocks == driver.kv.pool.num_used == 10 + 2 * 3
     for seed in range(10, 20):
         driver.serve(tokens(200, seed=seed))
-    assert hit(driver, [*tokens(160), *tokens(30, seed=1)]) == 160
+    assert driver.find([*tokens(160), *tokens(30, seed=1)]) == 160
     assert driver.kv.pins.states()[0].num_written_tokens == 160
     driver.kv.pins.delete(pin.pin_id)
     assert driver.kv.pool.num_used == 0
@@ -242,11 +238,11 @@ def test_with_windows_alone_nodes_without_blocks_stay_while_they_have_children()
     driver = KVDriver(60, max_pinned_blocks=4, layout=KVLayout(16, 0, 1, 40))
     driver.serve(tokens(400))
     assert driver.kv.pool.num_cached == 25
-    assert hit(driver, [*tokens(400), 1]) == 400
+    assert driver.find([*tokens(400), 1]) == 400
     forget_windows(driver, tokens(400), 0, 22)
     assert driver.kv.pool.num_cached == 3
-    assert hit(driver, [*tokens(400), 1]) == 400, "three blocks are all that it sees"
-    assert hit(driver, [*tokens(380), 1]) == 0
+    assert driver.find([*tokens(400), 1]) == 400, "three blocks are all that it sees"
+    assert driver.find([*tokens(380), 1]) == 0
     request = driver.come([*tokens(400), 1])
     for _ in range(100):
         driver.step({request: 1})
@@ -254,7 +250,7 @@ def test_with_windows_alone_nodes_without_blocks_stay_while_they_have_children()
     driver.leave(request)
     driver.kv.pins.pin(tokens(400), "", None, now=0.0)
     driver.kv.pool.drop_cached()
-    assert hit(driver, [*tokens(400), 1]) == 400
+    assert driver.find([*tokens(400), 1]) == 400
     driver.kv.pins.delete("pin-1")
     driver.kv.pool.drop_cached()
     assert len(driver.kv.prefix_cache.tree) == 0

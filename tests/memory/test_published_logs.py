@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import published_config
 
-from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
@@ -28,12 +28,8 @@ GIB = 1 << 30
 LOGS = {log["id"]: log for log in map(json.loads, (DATA / "memory_logs.jsonl").read_text().splitlines())}
 
 
-def published(name: str) -> dict[str, Any]:
-    return read_config_file(DATA / "model_configs" / f"{name}_config.json")
-
-
-LLAMA = published("meta-llama--Meta-Llama-3.1-8B")
-GPT_OSS = published("openai--gpt-oss-20b")
+LLAMA = published_config("meta-llama--Meta-Llama-3.1-8B")
+GPT_OSS = published_config("openai--gpt-oss-20b")
 QWEN = {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944}
 QWEN |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768}
 MATH = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
@@ -51,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": GPT_OSS,
     "gpt-oss-120b": GPT_OSS
     | {"num_hidden_layers": 36, "layer_types": (GPT_OSS["layer_types"] * 2)[:36], "num_local_experts": 128},
-    "Qwen3-0.6B": published("Qwen--Qwen3-0.6B"),
+    "Qwen3-0.6B": published_config("Qwen--Qwen3-0.6B"),
     "Qwen2.5-7B": QWEN,
     "Math-1.5B": QWEN | MATH | TIED,
     "Qwen2.5-0.5B": QWEN | SMALL | TIED | {"num_key_value_heads": 2},

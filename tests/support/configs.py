@@ -1,10 +1,19 @@
-"""Resolved settings for tests that build a scheduler or an engine without planning memory."""
+"""Resolved settings for tests that do not plan memory, and published config.json files of models."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.config import ResolvedConfig
+
+CONFIGS = Path(__file__).parent.parent / "data" / "model_configs"
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """Return the config.json of the model that `name` names, such as openai--gpt-oss-20b."""
+    return read_config_file(CONFIGS / f"{name}_config.json")
 
 
 def resolved(**knobs: Any) -> ResolvedConfig:

@@ -35,6 +35,10 @@ class KVDriver:
         self.admit(request)
         return request
 
+    def find(self, prompt: list[int], salt: str = "") -> int:
+        """Return the number of tokens that a new request would find in the cache."""
+        return self.kv.prefix_cache.find(make_request("probe", prompt, cache_salt=salt)).num_tokens
+
     def admit(self, request: Request) -> PrefixHit:
         hit = self.kv.prefix_cache.find(request)
         missing = self.kv.num_missing(request, hit)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from configs import CONFIGS
 
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.measure import measure
@@ -22,8 +23,6 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.goodput import Slo
 from llmsched.engine.provenance import Provenance
 from llmsched.profiles.engines import find_engine
-
-CONFIGS = Path(__file__).parent.parent.parent / "data" / "model_configs"
 
 
 @pytest.fixture

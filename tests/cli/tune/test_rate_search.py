@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine, Outcome
+from configs import CONFIGS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_machine import made_run
@@ -34,7 +35,6 @@ from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.profiles.tuned import load_profile
 
-CONFIGS = Path(__file__).parents[2] / "data" / "model_configs"
 QWEN = str(CONFIGS / "Qwen--Qwen3-8B_config.json")
 SLO = Slo(ttft=0.8)
 SMALL, MIDDLE, DEFAULT, LARGE = (Setting(tokens, 8) for tokens in (32, 512, 2048, 4096))
