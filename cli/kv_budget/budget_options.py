@@ -173,8 +173,8 @@ def read_lengths(path: Path) -> LengthDistribution:
     """Return the lengths of the requests in a trace or in a file of lengths. Raises ConfigError for an invalid file."""
     import numpy as np
 
+    from llmsched.cli.load.traces.file_rows import TraceError
     from llmsched.cli.load.traces.read import read_trace
-    from llmsched.cli.load.traces.rows import TraceError
     from llmsched.engine.memory.concurrency import LengthDistribution
 
     try:

@@ -12,9 +12,9 @@ from llmsched.cli.load.load import Load
 from llmsched.cli.load.random_lengths import SYNTAX, parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.load.trace_load import TraceLoad
+from llmsched.cli.load.traces.file_rows import TraceError
 from llmsched.cli.load.traces.formats import TraceFormat
 from llmsched.cli.load.traces.read import read_trace
-from llmsched.cli.load.traces.rows import TraceError
 from llmsched.cli.load.traces.timestamps import TimestampUnit
 from llmsched.cli.options.flags import duration_option, typed, with_options
 from llmsched.cli.values import fraction

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
+from llmsched.cli.serve.completion_response import CompletionResponse
 from llmsched.cli.serve.event_stream import EventStream
 from llmsched.cli.serve.explain_route import AnswerIds, explain_route
-from llmsched.cli.serve.generation import Generation
 from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import read_body, until_disconnect
 from llmsched.cli.serve.http_limits import HttpLimits
@@ -194,8 +194,8 @@ class _ServedModel:
         request, prompts = await self.prepare(http, schema, prepare)
         priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
         choice_format = make_format(request, prompts, self._writer)
-        generation = Generation(self._engine, choice_format, self._model_name, priority, http.state.request_id)
-        self.answer_ids.add(http.state.request_id, generation.id)
+        response = CompletionResponse(self._engine, choice_format, self._model_name, priority, http.state.request_id)
+        self.answer_ids.add(http.state.request_id, response.id)
         if request.stream:
-            return EventStream(generation.events, generation.abort, self.limits.sse_keep_alive)
-        return json_response(await until_disconnect(http.receive, generation.whole()))
+            return EventStream(response.events, response.abort, self.limits.sse_keep_alive)
+        return json_response(await until_disconnect(http.receive, response.whole()))

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from llmsched.cli.serve.api_errors import ApiError, json_response
-from llmsched.cli.serve.generation import engine_ids
+from llmsched.cli.serve.completion_response import engine_ids
 from llmsched.cli.timeline import timeline_body
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.scheduler.ledger import MAX_REQUESTS

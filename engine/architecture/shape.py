@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import ConfigCache, Fields, read_fields, size_errors
+from llmsched.engine.architecture.context_limit import max_position
 from llmsched.engine.architecture.geometry import Geometry, LayerReader, kv_geometry
 from llmsched.engine.architecture.quantization import quantization_of
-from llmsched.engine.architecture.rotary import max_position
 from llmsched.engine.architecture.weights import Weights, model_weights
 from llmsched.engine.errors import ModelError
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from llmsched.engine.architecture.config_fields import read_fields
-from llmsched.engine.architecture.rotary import rotary_limit
+from llmsched.engine.architecture.context_limit import rotary_limit
 from llmsched.engine.config import ModelImplementation
 from llmsched.engine.errors import ModelError, is_out_of_memory, one_line
 from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult

@@ -10,9 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import quiet_transformers, read_fields, read_json_object
+from llmsched.engine.architecture.context_limit import max_position
 from llmsched.engine.architecture.dtypes import planned_dtype
 from llmsched.engine.architecture.quantization import settings_of, with_quantization_file
-from llmsched.engine.architecture.rotary import max_position
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
 from llmsched.engine.errors import ModelError, RequestError, one_line

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from llmsched.cli.load.traces.rows import (
+from llmsched.cli.load.traces.file_rows import (
     Row,
     TraceError,
     csv_header,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from llmsched.cli.load.traces.file_rows import Row, TraceError, csv_header, first_line, json_objects, shown
 from llmsched.cli.load.traces.formats import (
     BODIES,
     FORMATS,
@@ -17,7 +18,6 @@ from llmsched.cli.load.traces.formats import (
     TraceFormat,
     has_lengths,
 )
-from llmsched.cli.load.traces.rows import Row, TraceError, csv_header, first_line, json_objects, shown
 from llmsched.cli.load.traces.timestamps import Timestamp, TimestampUnit, offsets, read_timestamp
 from llmsched.cli.load.traces.trace import Trace, TraceRequest
 from llmsched.engine.errors import setting

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from llmsched.cli.load.traces.rows import Row, TraceError, shown
+from llmsched.cli.load.traces.file_rows import Row, TraceError, shown
 from llmsched.engine.errors import setting
 
 TimestampUnit = Literal["s", "ms", "us", "ns"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from llmsched.cli.load.traces import rows
+from llmsched.cli.load.traces import file_rows as rows
+from llmsched.cli.load.traces.file_rows import TraceError
 from llmsched.cli.load.traces.read import read_trace
-from llmsched.cli.load.traces.rows import TraceError
 from llmsched.cli.load.traces.trace import Trace, digest
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

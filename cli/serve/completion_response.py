@@ -17,7 +17,7 @@ from llmsched.engine.service import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
-#: Text that is replaced in a frame; see `Generation._frame`.
+#: Text that is replaced in a frame; see `CompletionResponse._frame`.
 _PLACEHOLDER = "\0"
 
 
@@ -26,8 +26,8 @@ def engine_ids(request_id: str, num_prompts: int) -> list[str]:
     return [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
 
 
-class Generation:
-    """Run of one HTTP request on the engine. Each prompt of the HTTP request is a request to the engine.
+class CompletionResponse:
+    """Response to a completion request, whole or as events. Each of its prompts is a request to the engine.
 
     If the engine refuses a prompt, the constructor aborts the others and raises RequestError, QueueFullError or
     EngineDeadError. If the answer fails or is cancelled, `whole` and `events` abort the prompts that are still running.
