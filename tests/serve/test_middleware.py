@@ -61,7 +61,7 @@ def test_the_log_names_the_request_id(
     make_server: Callable[..., ScriptedServer], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server()
-    monkeypatch.setattr("llmsched.cli.serve.completion_response.Generation._usage", lambda self: 1 / 0)
+    monkeypatch.setattr("llmsched.cli.serve.completion_response.CompletionResponse._usage", lambda self: 1 / 0)
     with httpx.Client(base_url=server.url, headers={"X-Request-Id": "trace-7"}) as http:
         assert http.post("/v1/completions", json=COMPLETION).status_code == 500
         http.post("/v1/completions", json={**COMPLETION, "stream": True, "stream_options": {"include_usage": True}})
