@@ -1,12 +1,10 @@
-"""Fused decoder: computes the layers of a transformers model with few, large operations.
-
-A layer is four matrix products (queries, keys and values in one; output; gate and up in one; down), attention, and four
-kernels between them: two that add the output of attention or MLP to the residual and normalise the sum, one that
-rotates and writes to the KV cache, and one activation. In models like GPT-NeoX, where attention and MLP read the same
-residual, their sum is one kernel, and a second norm another. The decoder reads the model's own parameters: where it
-needs several matrices in one, the model's parameters become views of the joined matrix, so that the model takes no more
-memory and still works.
-"""
+"""Fused decoder: computes the layers of a transformers model with few, large operations."""
+# A layer is four matrix products (queries, keys and values in one; output; gate and up in one; down), attention, and
+# four kernels between them: two that add the output of attention or MLP to the residual and normalise the sum, one that
+# rotates and writes to the KV cache, and one activation. In models like GPT-NeoX, where attention and MLP read the same
+# residual, their sum is one kernel, and a second norm another. The decoder reads the model's own parameters: where it
+# needs several matrices in one, the model's parameters become views of the joined matrix, so that the model takes no
+# more memory and still works.
 
 from __future__ import annotations
 
@@ -35,42 +33,35 @@ TRIAL_TOLERANCE, TRIAL_TOLERANCE_16 = 1e-3, 0.5
 
 
 class Product(NamedTuple):
-    """Matrix and bias of one or several projections, as arguments of `linear`."""
+    """Matrix and bias of one or several projections."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class Layer(NamedTuple):
-    """One layer: its matrix products, norm weights and attention.
-
-    `attention_norm` and `mlp_norm` are the weights of the norms of the outputs of attention and MLP, each None if the
-    output is added to the residual as it is. `middle_norm` is the norm before the MLP, empty if the MLP reads the same
-    norm as attention. `next_norm` is the norm after the layer: the first norm of the next layer, or the model's last
-    norm. `heads` has keyword arguments of `rotate_and_write`. `rotary` is the index of the layer's rotary embedding.
-    `clip` limits the size of all queries, keys and values.
-    """
+    """One layer: its matrix products, norm weights and attention."""
 
     project: Product
-    clip: float | None
-    heads: dict[str, Any]
-    rotary: int
+    clip: float | None  # limits the size of queries, keys and values
+    heads: dict[str, Any]  # keyword arguments of `rotate_and_write`
+    rotary: int  # index of the layer's rotary embedding
     call: AttentionCall
     output: Product
-    attention_norm: Tensor | None
-    middle_norm: tuple[()] | Norm
+    attention_norm: Tensor | None  # weights of a norm after attention
+    middle_norm: tuple[()] | Norm  # norm before the MLP; empty if the MLP reads the same norm as attention
     up: Product
     down: Product
-    mlp_norm: Tensor | None
-    next_norm: Norm
+    mlp_norm: Tensor | None  # weights of a norm after the MLP
+    next_norm: Norm  # first norm of the next layer, or the model's last norm
 
 
 class FusedDecoder:
-    """Decoder that runs a transformers model over the paged KV cache; see `PagedModel`.
+    """Decoder that runs a transformers model, in evaluation mode and on its device, over the paged KV cache.
 
-    The model must be in evaluation mode and on its device. `calls` are the calls of attention of its layers. `plain` is
-    a slower wrapper of the same model, None if there is none. Raises UnknownStructureError if the decoder does not know
-    how to compute the model, or if its logits differ from those of `plain`, or of the model itself if that is None.
+    `calls` are the model's calls of attention. `plain` is a slower wrapper of the model, if there is one. Raises
+    UnknownStructureError if the decoder cannot compute the model, or if its logits differ from those of `plain` (None:
+    of the model).
     """
 
     implementation: Literal["fused", "transformers"] = "fused"
@@ -113,7 +104,6 @@ class FusedDecoder:
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
-        """Compute logits; see `PagedModel.forward`."""
         kernels, rule, traits = self._kernels, self._rule, self._parts.traits
         linear, activate = kernels.linear, kernels.gated if traits.gated else kernels.activated
         lengths = (context.cu_seqlens_q, context.context_lens)
@@ -166,7 +156,7 @@ class FusedDecoder:
         return found
 
     def _compare(self, model: Any, plain: PagedModel | None) -> None:
-        """Raise UnknownStructureError if the logits of a few tokens differ from those of `plain`, or of the model."""
+        """Raise UnknownStructureError if the logits of a few tokens differ from those of `plain` or of the model."""
         ids = torch.arange(TRIAL_TOKENS, device=self._device) * 7919 % self.vocab_size
         with torch.inference_mode():
             expected = model(input_ids=ids[None]).logits[0].float() if plain is None else self._trial_logits(plain, ids)
@@ -195,7 +185,7 @@ def _rotary(layer: LayerParts, call: AttentionCall) -> str | bool | None:
 def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None:
     """Raise UnknownStructureError for attention that the decoder cannot compute.
 
-    `rotated` has the number of rotated dimensions of a head for each rotary embedding.
+    `rotated` is the number of rotated dimensions of a head for each rotary embedding.
     """
     for call in calls:
         shape = call.shape
@@ -239,7 +229,7 @@ def joined(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Let the allocator return freed memory, which it would keep reserved, to the device or the system."""
+    """Let the allocator return freed memory to the device or the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc

@@ -15,11 +15,9 @@ from llmsched.engine.model.support import OWN_ATTENTION
 
 
 def own_attention(model: PreTrainedModel) -> list[AttentionCall] | None:
-    """Return the attention of the layers of BLOOM, Falcon, MPT and StableLM, or None for other models.
-
-    Biases for positions are exact. transformers rounds those of BLOOM and MPT to the type of the weights, and those of
-    Falcon to bfloat16, where token numbers from 257 on lose digits.
-    """
+    """Return the attention of the layers of BLOOM, Falcon, MPT and StableLM, or None for other models."""
+    # Biases for positions are exact. transformers rounds those of BLOOM and MPT to the type of the weights, and those
+    # of Falcon to bfloat16, where token numbers from 257 on lose digits.
     if type(model).__name__ not in OWN_ATTENTION:
         return None
     config: Any = model.config
@@ -43,12 +41,10 @@ def own_attention(model: PreTrainedModel) -> list[AttentionCall] | None:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Return the ALiBi slope of each head, float32 [heads] (Press et al. 2021).
-
-    If the number of heads n is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise let p be the largest
-    power of two below n. The first p heads have the slopes of a model with p heads, and the others have every second
-    slope of a model with 2 p heads.
-    """
+    """Return the ALiBi slope of each head, float32 [heads] (Press et al. 2021)."""
+    # If the number of heads n is a power of two, head i = 1..n has the slope 2^(-8 i / n). Otherwise let p be the
+    # largest power of two below n. The first p heads have the slopes of a model with p heads, and the others have every
+    # second slope of a model with 2 p heads.
     power = 1 << int(math.log2(heads))
     exponents = [8 * head / power for head in range(1, power + 1)]
     exponents += [8 * head / (2 * power) for head in range(1, 2 * power, 2)][: heads - power]

@@ -96,17 +96,14 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """KV cache, and the arrays of a PackedBatch that locate the batch in the cache, as tensors on the device.
-
-    `works` has each layer's result of `prepare_attention`.
-    """
+    """KV cache, and the arrays of a PackedBatch that locate the batch in the cache, as tensors on the device."""
 
     cache: KVCache
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
-    works: ListLike[Any]
+    works: ListLike[Any]  # each layer's result of `prepare_attention`
 
     def attend(
         self,

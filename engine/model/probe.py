@@ -40,17 +40,14 @@ FULL, UNKNOWN = 0, -1
 
 
 class AttentionCall(NamedTuple):
-    """Arguments with which a layer calls attention: the shape of its KV, options of `paged_attention`, and its queries.
-
-    The query has `heads` heads, and its elements have `item_size` bytes.
-    """
+    """Arguments with which a layer calls attention: shape of its KV, options of `paged_attention`, and its queries."""
 
     shape: LayerShape
     scale: float
     softcap: float | None
     has_sinks: bool
-    heads: int
-    item_size: int
+    heads: int  # of the query
+    item_size: int  # bytes of an element of the query
     slopes: torch.Tensor | None = None
 
     @property

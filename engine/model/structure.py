@@ -1,10 +1,8 @@
-"""Recognition of transformers models whose layers the fused decoder can compute.
-
-A model is recognised by the modules that it consists of. If the class or name of a module does not say what the module
-computes, the module is run on test values: norms differ in an offset of their weights, and activation functions have
-many names. The decoder also compares its logits with those of the model, because some models multiply by factors
-between modules.
-"""
+"""Recognition of transformers models whose layers the fused decoder can compute."""
+# A model is recognised by the modules that it consists of. If the class or name of a module does not say what the
+# module computes, the module is run on test values: norms differ in an offset of their weights, and activation
+# functions have many names. The decoder also compares its logits with those of the model, because some models multiply
+# by factors between modules.
 
 from __future__ import annotations
 
@@ -77,46 +75,37 @@ class Norm(NamedTuple):
 class LayerParts:
     """Modules and norms of one layer.
 
-    `mlp_norm` is None if attention and MLP read the same norm. `branch_norms` are the weights of the norms after
-    attention and after the MLP, each None if there is no such norm. `projections` compute queries, keys and values;
-    `up` computes gate and up, or up alone. In both tuples, one module may have the rows of several. `query_norm` and
-    `key_norm` [D] are None if heads are not normalised. `rotates` is False if the layer has no rotary embedding. `kind`
-    names the layer's rotary embedding if the model has several. `clip` limits the size of all queries, keys and values.
+    `projections` compute queries, keys and values. `up` computes gate and up, or up alone. A module of these two tuples
+    may have the rows of several.
     """
 
     attention_norm: Norm
-    mlp_norm: Norm | None
-    branch_norms: tuple[Tensor | None, Tensor | None]
+    mlp_norm: Norm | None  # None if attention and MLP read the same norm
+    branch_norms: tuple[Tensor | None, Tensor | None]  # weights of norms after attention and after the MLP
     projections: tuple[nn.Linear, ...]
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    query_norm: Tensor | None  # [D], None if heads are not normalised
+    key_norm: Tensor | None  # [D], None if heads are not normalised
     output: nn.Linear
     up: tuple[nn.Linear, ...]
     down: nn.Linear
-    rotates: bool
-    kind: str | None
-    clip: float | None
+    rotates: bool  # False without rotary embedding
+    kind: str | None  # name of the rotary embedding, if the model has several
+    clip: float | None  # limits the size of queries, keys and values
 
 
 class LayerTraits(NamedTuple):
-    """What all layers of a model have in common.
-
-    `by_group` is an argument of `rotate_and_write`. `gated` is True for an MLP with a gate. `parallel` is True if
-    attention and MLP read the same residual and are added to it together, False if the MLP reads the sum of residual
-    and attention. `after_norm` is True if attention and MLP are added to the norm that they read, not to what was
-    normalised.
-    """
+    """Properties that all layers of a model share."""
 
     activation: Activation
-    by_group: bool
-    gated: bool
-    parallel: bool
-    after_norm: bool
+    by_group: bool  # see `rotate_and_write`
+    gated: bool  # True for an MLP with a gate
+    parallel: bool  # True if attention and MLP read the same residual and are added to it together
+    after_norm: bool  # True if attention and MLP are added to the norm that they read
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """Modules of a model; `softcap` limits its logits."""
+    """Modules of a model."""
 
     embed: nn.Module
     rotary: nn.Module | None
@@ -125,7 +114,7 @@ class DecoderParts:
     head: nn.Linear
     rule: NormRule
     traits: LayerTraits
-    softcap: float | None
+    softcap: float | None  # limits the logits
 
 
 def read_structure(model: PreTrainedModel) -> DecoderParts:
@@ -208,7 +197,7 @@ def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None)
 def children(module: nn.Module, what: str, needed: str, optional: str = "") -> dict[str, Any]:
     """Return the module's children by their keys in _NAMES.
 
-    Raises UnknownStructureError if one of the keys `needed` is missing, or a child has none of the given keys.
+    Raises UnknownStructureError for a child without a key, or if one of the keys `needed` has no child.
     """
     found: dict[str, Any] = {}
     unlike = []
@@ -226,7 +215,7 @@ def children(module: nn.Module, what: str, needed: str, optional: str = "") -> d
 
 
 def _first_of(found: Mapping[str, Any], what: str, *choices: str) -> list[str]:
-    """Return the first choice, split at spaces, of which all modules were found."""
+    """Return the names of the first choice of which all were found. A choice is names separated by spaces."""
     for choice in map(str.split, choices):
         if all(name in found for name in choice):
             return choice

@@ -57,11 +57,9 @@ class TransformersModel:
 
 
 def turn_off_checks(model: PreTrainedModel) -> None:
-    """Turn off code of the model that waits for the device in every pass without changing the result.
-
-    It looks for padding tokens, and compares positions with the length at which rotary embeddings change, which no
-    request exceeds (see `rotary_limit`).
-    """
+    """Turn off code of the model that waits for the device in every pass without changing the result."""
+    # It looks for padding tokens, and compares positions with the length at which rotary embeddings change, which no
+    # request exceeds (see `rotary_limit`).
     modules: list[Any] = list(model.modules())
     for module in modules:
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):

@@ -1,8 +1,6 @@
-"""CPU kernels for the work of a decoder layer between its matrix products: norms, rotary embedding, activation.
-
-Each kernel reads its inputs once, computes in float32 and writes its outputs once. A kernel with little work runs on
-the calling thread alone, because waking the other threads would take longer.
-"""
+"""CPU kernels for the work of a decoder layer between its matrix products: norms, rotary embedding, activation."""
+# Each kernel reads its inputs once, computes in float32 and writes its outputs once. A kernel with little work runs on
+# the calling thread alone, because waking the other threads would take longer.
 
 from __future__ import annotations
 
@@ -111,7 +109,7 @@ def add(source: Any, total: Any) -> None:
 def normalise(
     row: Any, weight: Any, bias: Any, biased: bool, centred: bool, eps: Any, offset: Any, output: Any
 ) -> None:
-    """Write the norm of a row to `output`; see `reference.add_norm`. Unless `biased`, the bias is not read."""
+    """Write the norm of a row to `output`; see `reference.add_norm`. The bias is read only if `biased`."""
     if centred:
         total = np.float32(0)
         for i in range(row.shape[0]):

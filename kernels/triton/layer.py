@@ -79,11 +79,9 @@ def rotary_kernel(
     NORM: tl.constexpr,
     BY_GROUP: tl.constexpr,
 ):
-    """Compute `reference.rotate_and_write` of one vector. Token and head are the program ids.
-
-    Query heads have the first numbers, then key heads, then value heads. A program reads the numbers that it rotates
-    twice: in their order, and with the two halves exchanged.
-    """
+    """Compute `reference.rotate_and_write` of one vector. Token and head are the program ids."""
+    # Query heads have the first numbers, then key heads, then value heads. A program reads the numbers that it rotates
+    # twice: in their order, and with the two halves exchanged.
     HALF: tl.constexpr = ROTATED // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -132,10 +130,8 @@ def activation_kernel(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Compute `reference.gated` or `reference.activated` of BLOCK numbers of one token.
-
-    Token and block are the program ids. The number of the activation is its index in `reference.Activation`.
-    """
+    """Compute `reference.gated` or `reference.activated` of BLOCK numbers of one token."""
+    # Token and block are the program ids. The number of the activation is its index in `reference.Activation`.
     token = tl.program_id(0).to(tl.int64)
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = numbers < SIZE
