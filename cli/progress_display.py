@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,10 +28,17 @@ class LogProgress:
         self._next = self._start + QUIET_S
         self._told = False
         self._detail = ""
+        self._latest: tuple[str, int, int] | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._now() < self._next:
+        self._latest = stage, done, total
+        self.tell()
+
+    def tell(self) -> None:
+        """Write a line about the latest stage if one is due."""
+        if self._latest is None or self._now() < self._next:
             return
+        stage, done, total = self._latest
         percent = 100 * done // total if total else 0
         self._say(f"{stage} ...{f' {percent} %' if percent else ''}{self._detail}")
         self._next = self._now() + EVERY_S
@@ -47,6 +55,24 @@ class LogProgress:
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
         self._told = True
+
+
+@contextmanager
+def repeated(action: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `action` in another thread every `every_s` seconds while the block runs."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(every_s):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 #: Displays of the work in progress, innermost last.

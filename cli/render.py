@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmsched.cli.chart import Chart, draw
-from llmsched.cli.progress_display import LogProgress, shown
+from llmsched.cli.progress_display import QUIET_S, LogProgress, repeated, shown
 from llmsched.engine.progress import Progress
 from llmsched.engine.units import human_bytes as human_bytes
 from llmsched.engine.units import human_seconds as human_seconds
@@ -264,7 +264,7 @@ def progress_bar() -> Iterator[Progress]:
             yield bars
         return
     log = LogProgress()
-    with shown(log):
+    with shown(log), repeated(log.tell, QUIET_S):  # also while a stage reports nothing
         yield log
     log.done()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,8 +22,9 @@ from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.planner import plan_memory
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import OpenModel, open_model
-from llmsched.engine.progress import Progress, silent
+from llmsched.engine.progress import Progress, silent, with_remark
 from llmsched.engine.units import human_bytes
+from llmsched.kernels.dispatch import starts_empty
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +55,9 @@ def build_engine(
     cannot be loaded or served, and ConfigError for a setting that does not suit the model or the device.
     """
     check_servable(config)
-    opened = open_model(config, progress)
+    with _importing():
+        opened = open_model(config, progress)
+        import llmsched.engine.executor.torch_executor  # noqa: F401  # the rest of transformers
     dtype = str(opened.dtype).removeprefix("torch.")
     kv_dtype = planned_kv_dtype(config, dtype)
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
@@ -98,6 +103,9 @@ def _load(
         plan, "loading the weights", "free memory that other programs use, or choose a smaller model or dtype"
     ):
         model = opened.load(progress)
+    if starts_empty(opened.device):
+        progress = with_remark(progress, "compiling CPU kernels; later starts find them on disk")
+    progress("preparing the layers", 0, 1)
     with _within_memory(
         plan, "reserving KV blocks", f"lower {_FOR_BLOCKS[plan.device.kind]} (or {setting('swap_space')})"
     ):
@@ -113,6 +121,7 @@ def _load(
             model_impl=config.model_impl,
             logits_bytes=logits_limit(plan.device.total),
         )
+    progress("preparing the layers", 1, 1)
     remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"
     with _within_memory(plan, "computing the largest steps", remedy):
         peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len, progress)
@@ -125,6 +134,24 @@ def _load(
         progress("measuring memory", 1, 1)
     measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak, context)
     return executor, replace(plan, measured=measured)
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Keep the garbage collector from scanning, again and again, the objects that large imports create.
+
+    These objects are frozen once, in the first use of a process: they stay until it ends.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        if not gc.get_freeze_count():
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # else libraries written in C++ report leaks at exit
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -14,6 +14,11 @@ Progress = Callable[[str, int, int], None]
 def silent(stage: str, done: int, total: int) -> None: ...
 
 
+def with_remark(progress: Progress, remark: str) -> Progress:
+    """Return a Progress callback that adds `remark`, in parentheses, to the name of each stage."""
+    return lambda stage, done, total: progress(f"{stage} ({remark})", done, total)
+
+
 def tracked(items: Sequence[Item], stage: str, progress: Progress) -> Iterator[Item]:
     """Yield `items`, and report the progress before each item and at the end."""
     for done, item in enumerate(items):

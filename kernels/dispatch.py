@@ -114,6 +114,11 @@ def load_backend(name: BackendName) -> ModuleType:
     return importlib.import_module(MODULES[name])
 
 
+def starts_empty(device_type: str) -> bool:
+    """Return True if no kernels for this type of device (cpu, cuda ...) were on disk, so that all must be compiled."""
+    return getattr(load_backend(backend_name(device_type)), "STARTS_EMPTY", False)
+
+
 def num_compiled() -> int:
     """Return how many variants of kernels this process has compiled, or loaded from a cache on disk."""
     modules = [sys.modules[name] for name in (MODULES["cpu"], MODULES["triton"]) if name in sys.modules]

@@ -269,10 +269,12 @@ def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
 
     Raises ModelError for a model that cannot be found or served, and ConfigError for an unusable device.
     """
+    source = locate(config.model, progress)
+    progress("importing torch and transformers", 0, 1)
     import torch
 
-    source = locate(config.model, progress)
     model_config = load_config(source)
+    progress("importing torch and transformers", 1, 1)
     tokenizer = load_tokenizer(source)
     info = load_info(source, model_config, tokenizer)
     _check_vocabulary(source, info, tokenizer)

@@ -1,17 +1,20 @@
 """Numba compilation, and small functions that the CPU kernels share.
 
-Numba caches compiled code on disk, beside the source or in the user's cache directory. It recompiles a function when
-the function's own file changes, but not when a function that it calls changes. So after editing this file, remove the
-*.nbi and *.nbc files in __pycache__.
+Numba keeps compiled code on disk, one version for each processor and each version of Numba. It recompiles a function
+when the function's own file changes, but not when a function that it calls changes. So its directory here has a name
+that depends on the text of all CPU kernels.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
 import numpy as np
+import platformdirs
 import torch
 from llvmlite import ir
 from numba import types
@@ -33,6 +36,18 @@ ELEMENTS = {
     torch.bfloat16: np.dtype(np.uint16),
     torch.float16: np.dtype(np.int16),
 }
+
+
+def directory_of(sources: Path) -> Path:
+    """Return the directory of the user's cache for the compiled code of all modules in `sources`."""
+    text = b"".join(source.read_bytes() for source in sorted(sources.glob("*.py")))
+    return platformdirs.user_cache_path("llmsched") / "kernels" / hashlib.sha256(text).hexdigest()[:16]
+
+
+if not numba.config.CACHE_DIR:  # the user has not set NUMBA_CACHE_DIR
+    numba.config.CACHE_DIR = str(directory_of(Path(__file__).parent))
+#: True if no compiled code was on disk when this module was imported.
+STARTS_EMPTY = not any(Path(numba.config.CACHE_DIR).glob("*/*.nbc"))
 
 
 def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:

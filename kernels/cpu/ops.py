@@ -11,6 +11,7 @@ from torch import Tensor
 from llmsched.kernels import reference
 from llmsched.kernels.cpu import layer, sampling
 from llmsched.kernels.cpu.compiled import ELEMENTS, jit
+from llmsched.kernels.cpu.compiled import STARTS_EMPTY as STARTS_EMPTY
 from llmsched.kernels.cpu.compiled import num_compiled as num_compiled
 from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, RowList, attend_rows, list_rows
 from llmsched.kernels.cpu.prefill_attention import attend_chunk

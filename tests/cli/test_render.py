@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from llmsched.cli import render
-from llmsched.cli.progress_display import LogProgress, detail
+from llmsched.cli.progress_display import LogProgress, detail, repeated
 
 #: Function that makes stdout and stderr a terminal of a width (None: a pipe) and returns a reader of the output.
 Terminal = Callable[[int | None], Callable[[], str]]
@@ -147,6 +148,21 @@ def test_long_work_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
         "waiting ... (2 running)",
         "done after 30.0 s",
     ]
+
+
+def test_a_stage_that_reports_nothing_more_is_named_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter([0.0, 0.5, 1.5])
+    progress = LogProgress(lambda: next(clock, 2.0))
+    progress("compiling", 0, 1)  # at 0.5 s
+    told = threading.Event()
+
+    def tell() -> None:
+        progress.tell()
+        told.set()
+
+    with repeated(tell, 0.001):
+        assert told.wait(10)
+    assert capsys.readouterr().err == "compiling ...\n"
 
 
 def test_notes_go_to_stderr_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

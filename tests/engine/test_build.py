@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 
+from llmsched.engine import build
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
@@ -68,6 +70,41 @@ def test_triton_without_a_c_compiler_is_reported_with_a_remedy(
     failing(monkeypatch, "computing the largest steps", RuntimeError("Failed to find C compiler. Please ..."))
     with pytest.raises(ModelError, match=r"computing the largest steps failed: .* install gcc or clang, or set CC"):
         build_engine(config(tiny_model))
+
+
+def test_the_garbage_collector_does_not_scan_what_is_imported(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = build.open_model
+    seen: list[bool] = []
+
+    def opening(*given: Any) -> Any:
+        seen.append(gc.isenabled())
+        return opened(*given)
+
+    monkeypatch.setattr(build, "open_model", opening)
+    gc.unfreeze()
+    build_engine(config(tiny_model))
+    frozen = gc.get_freeze_count()
+    assert (seen, gc.isenabled()) == ([False], True)
+    assert frozen > 100_000
+    build_engine(config(tiny_model))
+    assert gc.get_freeze_count() <= frozen  # an engine that exists is not frozen: it may end
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("starts_empty", [False, True])
+def test_the_stages_of_a_start_say_what_takes_long(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, starts_empty: bool
+) -> None:
+    monkeypatch.setattr(build, "starts_empty", lambda _: starts_empty)
+    stages: dict[str, None] = {}
+    build_engine(config(tiny_model), lambda stage, *_: stages.setdefault(stage))
+    first, loading, preparing, *warming = stages
+    assert first == "importing torch and transformers"
+    assert loading.startswith("loading")
+    remark = " (compiling CPU kernels; later starts find them on disk)" if starts_empty else ""
+    assert preparing == f"preparing the layers{remark}"
+    assert warming
+    assert all(stage.startswith("warming up: ") and stage.endswith(f"{remark}") for stage in warming)
 
 
 def test_engine_beside_changes_settings_and_shares_the_executor(tiny_model: Any) -> None:

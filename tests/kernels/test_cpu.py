@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +13,22 @@ from hypothesis import strategies as st
 
 from llmsched.kernels import reference
 from llmsched.kernels.cpu import ops
-from llmsched.kernels.cpu.compiled import jit
+from llmsched.kernels.cpu.compiled import directory_of, jit
 
 
 def tolerance(dtype: torch.dtype, largest_value: float) -> float:
     """float32: 1e-5. Half types: the output is rounded once (half a unit of at most largest_value) and a product may
     round the weights, which add up to 1, by half a unit each; twice that for luck's sake."""
     return 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps * largest_value
+
+
+def test_compiled_code_belongs_to_the_text_of_all_kernels(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("a")
+    first = directory_of(tmp_path)
+    assert directory_of(tmp_path) == first
+    (tmp_path / "one.py").write_text("b")
+    assert directory_of(tmp_path).parent == first.parent
+    assert directory_of(tmp_path) != first
 
 
 def check(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:

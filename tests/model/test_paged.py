@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+
 import pytest
 import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.model.paged import KVCache, LayerShape, place_layers
+from llmsched.engine.model.paged import KVCache, LayerShape, host_zeros, place_layers, take_memory
 
 FULL, WINDOW = LayerShape(2, 6, 4), LayerShape(2, 6, 4, 8)
 
@@ -40,3 +43,35 @@ def test_a_layer_that_sees_all_tokens_needs_a_full_group() -> None:
 def test_layers_of_different_shapes_cannot_share_blocks() -> None:
     with pytest.raises(ModelError, match=r"layers with KV of \(2, 6, 4\) and \(1, 8, 8\) cannot share blocks"):
         place_layers([FULL, LayerShape(1, 8, 8, 8)], KVLayout(4, 1, 1, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_in_host_memory(dtype: torch.dtype) -> None:
+    tensor = host_zeros((3, 5, 7), dtype)
+    assert (tensor.shape, tensor.dtype, tensor.data_ptr() % 4096) == ((3, 5, 7), dtype, 0)
+    assert torch.equal(tensor, torch.zeros(3, 5, 7, dtype=dtype))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
+def test_pages_are_taken_in_the_background() -> None:
+    """Clearing 4 GiB took 1.5 s of every start."""
+
+    def page_faults() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    before = page_faults()
+    tensor = host_zeros((64 << 20,), torch.uint8)
+    assert page_faults() - before < 50
+    tensor[:] = 1
+    tensor = host_zeros((64 << 20,), torch.uint8)
+    tensor[12345] = 7
+    take_memory([tensor])
+    assert tensor[12345] == 7
+    before = page_faults()
+    assert tensor.count_nonzero() == 1
+    assert page_faults() - before < 50
+
+
+def test_memory_that_the_system_refuses() -> None:
+    with pytest.raises(MemoryError):
+        host_zeros((1 << 62,), torch.uint8)
