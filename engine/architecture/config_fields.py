@@ -137,7 +137,7 @@ class Fields:
             yield f"the config does not state {name}{counted}"
 
     def unread(self, pattern: re.Pattern[str], irrelevant: Set[str] = frozenset()) -> Iterator[str]:
-        """Yield one sentence that names the settings that may matter but were not read; nothing if there are none.
+        """Yield at most one sentence, with the names of all settings that may matter but were not read.
 
         A setting may matter if its name matches `pattern`, is not in `irrelevant` and does not match `_HARMLESS`.
         """

@@ -325,7 +325,7 @@ class LayerReader:
         return width
 
     def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
-        """Return the setting `name` for one layer, which may have its own value or the value of its kind."""
+        """Return the setting `name` for one layer. A layer has a value of its own or shares the value of its kind."""
         value = self.fields.get(f"swa_{name}") if kind == "window" else None
         value = self.fields.get(name) if value is None else value
         overrides = self.fields.get("per_layer_config")

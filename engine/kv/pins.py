@@ -96,9 +96,9 @@ class Pins:
         return self._state(pin)
 
     def advance(self) -> None:
-        """Pin the blocks of pinned prefixes that requests have written since the last call.
+        """Let each pin hold the blocks of its prefix that requests have written since the last call.
 
-        Call this before a request can release such blocks.
+        Call this before the requests can release these blocks.
         """
         self.num_waiting = 0
         for pin in self._pins.values():

@@ -47,10 +47,10 @@ class InFlightPrefixes:
         return [request for requests in self._after.values() for request in requests]
 
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
-        """Find the partly written block after the prefix `node` that shares the most leading tokens with `tokens`.
+        """Find the partly written block after the prefix `node` with the most leading tokens of `tokens`.
 
         `tokens` is at most one encoded block. `node` None is the empty prefix under `salt`. Returns the block of each
-        group and the number of shared tokens, or None if there is no such block.
+        group and the number of equal tokens, or None if there is no such block.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -148,7 +148,7 @@ class PrefixCache:
         return usable
 
     def num_coming(self, request: Request, hit: PrefixHit) -> int:
-        """Return the number of tokens after the hit whose KV another running request will write in whole blocks."""
+        """Return how many tokens after the hit, in whole blocks, another running request will compute."""
         if not self.serves(request):
             return 0
         start = len(hit.nodes) * self.tree.block_size

@@ -66,7 +66,7 @@ class Reference:
         return logits.to("cpu", copy=True)
 
     def _plain(self) -> Any:
-        """Return the model, with the attention of transformers. Models with attention of their own cannot change it."""
+        """Return the model with transformers' attention, which models with their own attention always have."""
         if type(self._model).__name__ not in OWN_ATTENTION:
             set_attention(self._model, IMPLEMENTATION)
         return self._model
