@@ -1,10 +1,9 @@
-"""Sampling on the CPU: each thread samples whole rows, with vectorised passes over the logits and without a sort.
-
-Compiled code compares logits by their `order_key`, an integer. The filters top_k and top_p keep the tokens whose key is
-above a threshold, and the first few tokens whose key equals it. The threshold is found by bisection: first over the
-whole vocabulary, where most chunks of CHUNK tokens lie above or below as a whole, then over the few tokens that are
-left. Then the weights of kept tokens are summed in each chunk, because the chunks race first (see `reference.race`).
-"""
+"""Sampling on the CPU: each thread samples whole rows, with vectorised passes over the logits and without a sort."""
+# Compiled code compares logits by their `order_key`, an integer. The filters top_k and top_p keep the tokens whose key
+# is above a threshold, and the first few tokens whose key equals it. The threshold is found by bisection: first over
+# the whole vocabulary, where most chunks of CHUNK tokens lie above or below as a whole, then over the few tokens that
+# are left. Then the weights of kept tokens are summed in each chunk, because the chunks race first (see
+# `reference.race`).
 
 from __future__ import annotations
 
@@ -245,11 +244,10 @@ def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any,
 
 @jit()
 def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, tied: Any) -> None:
-    """Reduce each chunk's SUM to the weights of the tokens that pass the filters.
-
-    The filters keep the tokens above `threshold` and the first `room` tokens at it, each of weight `tied`. Each chunk's
-    ROOM becomes the number of tokens at the threshold that are kept in this chunk and later chunks.
-    """
+    """Reduce each chunk's SUM to the weights of the tokens that pass the filters."""
+    # The filters keep the tokens above `threshold` and the first `room` tokens whose key equals it, each of weight
+    # `tied`. Each chunk's ROOM becomes the number of tokens at the threshold that are kept in this chunk and later
+    # chunks.
     bound = np.int32(threshold)
     for chunk in range(chunks.shape[1]):
         chunks[ROOM, chunk] = room

@@ -1,10 +1,8 @@
-"""Sampling for CUDA: one program samples one row, without a sort, and the host does not wait for it.
-
-The filters top_k and top_p keep the tokens whose key (see `order_key`) is above a threshold, and the first few tokens
-whose key equals it. To find the threshold, each pass over the row divides the range of keys by four: 8 passes for
-bfloat16, 16 for other types. Rows that are greedy or have no such filter need no search. The row stays in the GPU's L2
-cache.
-"""
+"""Sampling for CUDA: one program samples one row, without a sort, and the host does not wait for it."""
+# The filters top_k and top_p keep the tokens whose key (see `order_key`) is above a threshold, and the first few tokens
+# whose key equals it. To find the threshold, each pass over the row divides the range of keys by four: 8 passes for
+# bfloat16, 16 for other types. Rows that are greedy or have no such filter need no search. The row stays in the GPU's
+# L2 cache.
 
 # Triton code has no Python types. Names in capitals are compile-time constants.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
