@@ -257,7 +257,6 @@ class Engine(StepLoop):
         return timelines
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the counts of KV blocks or of requests do not add up."""
         self.scheduler.check_integrity()
         waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
         assert waiting + running == len(self._streams), f"{len(self._streams)} streams, {running}+{waiting} requests"

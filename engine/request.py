@@ -71,7 +71,6 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is always chosen."""
         return self.temperature == 0
 
     @property

@@ -57,8 +57,9 @@ class Outlook(NamedTuple):
 class OutputPredictor:
     """Predictor of a request's output length in tokens, from finished outputs of the same priority.
 
-    The prediction is the quantile QUANTILE of the finished lengths that exceed the request's present output. It is
-    max_tokens if there are too few such lengths, if the request ignores EOS tokens, or if `method` is not "learned".
+    The prediction is the quantile QUANTILE of the finished lengths that exceed the request's present output, at most
+    max_tokens. It is max_tokens if too few outputs have finished, if none is longer, if the request ignores EOS tokens,
+    or if `method` is not "learned".
     """
 
     def __init__(self, method: Prediction) -> None:

@@ -330,7 +330,6 @@ class Scheduler:
         self._finished.append(request.request_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each used block or host block has owners and each request has a valid status."""
         self.kv.check_integrity(self.running, self.waiting)
         assert all(r.status is RequestStatus.RUNNING and r.swapped is None for r in self.running)
         assert self._in_flight is not None or not any(r.num_pending_tokens for r in (*self.running, *self.waiting))

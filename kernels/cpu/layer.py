@@ -1,4 +1,7 @@
-"""CPU kernels for the work of a decoder layer between its matrix products: norms, rotary embedding, activation."""
+"""CPU kernels for the work of a decoder layer between its matrix products: norms, rotary embedding, activation.
+
+Each op computes the op of the same name in reference.py, for contiguous float32 or bfloat16 tensors.
+"""
 # Each kernel reads its inputs once, computes in float32 and writes its outputs once. A kernel with little work runs on
 # the calling thread alone, because waking the other threads would take longer.
 
@@ -45,7 +48,6 @@ def add_norm(
     centred: bool = False,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute `reference.add_norm` of contiguous float32 or bfloat16 tensors."""
     output = torch.empty_like(residual)
     tokens, size = residual.shape
     arguments = NormArguments(
@@ -143,7 +145,6 @@ def rotate_and_write(
     key_weight: Tensor | None = None,
     by_group: bool = False,
 ) -> Tensor:
-    """Compute `reference.rotate_and_write` of contiguous float32 or bfloat16 tensors."""
     tokens, size = projected.shape
     num_blocks, kv_heads, block_size, head_dim = key_cache.shape
     heads = size // head_dim - 2 * kv_heads
@@ -236,12 +237,10 @@ def rotate(row: Any, cos: Any, sin: Any, output: Any) -> None:
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Compute `reference.gated` of a contiguous float32 or bfloat16 tensor."""
     return activate(gate_up.view(len(gate_up), 2, gate_up.shape[1] // 2), activation)
 
 
 def activated(rows: Tensor, activation: Activation) -> Tensor:
-    """Compute `reference.activated` of a contiguous float32 or bfloat16 tensor."""
     return activate(rows[:, None], activation)
 
 

@@ -1,4 +1,7 @@
-"""CPU ops: Numba kernels for work that memory bandwidth limits (decodes, KV writes), torch for prefills."""
+"""CPU ops: Numba kernels for work that memory bandwidth limits (decodes, KV writes), torch for prefills.
+
+Each op computes the op of the same name in reference.py.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Work(NamedTuple):
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[Work]:
-    """Compute `reference.prepare_attention`. Layers with the same window share their work."""
+    """List the work of each layer. Layers with the same window share their work."""
     works = {
         window: list_work(cu_seqlens_q, context_lens, window=window) for window in {layer.window for layer in layers}
     }
@@ -61,7 +64,7 @@ def paged_attention(
     work: Work | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention`. Raises ValueError unless the caches are float32, bfloat16 or float16."""
+    """Compute attention. Raises ValueError unless the caches are float32, bfloat16 or float16."""
     check_dtype(key_cache)
     check_dtype(value_cache)
     options["sinks"], options["slopes"] = as_float32(options.get("sinks")), as_float32(options.get("slopes"))
@@ -94,7 +97,7 @@ def as_float32(tensor: Tensor | None) -> Tensor | None:
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write KV like `reference.write_kv`. Raises ValueError unless the caches are float32, bfloat16 or float16."""
+    """Write KV. Raises ValueError unless the caches are float32, bfloat16 or float16."""
     slots = slot_mapping.numpy()
     for new, cache in ((key, key_cache), (value, value_cache)):
         check_dtype(cache)
@@ -104,7 +107,6 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 def add_norm(
     residual: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Compute `reference.add_norm`."""
     add_norm = layer.add_norm if residual.dtype in WRITTEN_TYPES else reference.add_norm
     return add_norm(residual, branch, weight, bias, **options)
 
@@ -118,20 +120,17 @@ def rotate_and_write(
     slot_mapping: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Compute `reference.rotate_and_write`."""
     written = projected.dtype in WRITTEN_TYPES and key_cache.dtype in WRITTEN_TYPES
     rotate_and_write = layer.rotate_and_write if written else reference.rotate_and_write
     return rotate_and_write(projected, cos, sin, key_cache, value_cache, slot_mapping, **options)
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Compute `reference.gated`."""
     gated = layer.gated if gate_up.dtype in WRITTEN_TYPES else reference.gated
     return gated(gate_up, activation)
 
 
 def activated(rows: Tensor, activation: Activation) -> Tensor:
-    """Compute `reference.activated`."""
     activated = layer.activated if rows.dtype in WRITTEN_TYPES else reference.activated
     return activated(rows, activation)
 

@@ -1,4 +1,7 @@
-"""CUDA ops: launches of the Triton kernels. No op waits for the device."""
+"""CUDA ops: launches of the Triton kernels. No op waits for the device.
+
+Each op computes the op of the same name in reference.py, for contiguous tensors.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def paged_attention(
     work: list[Launch] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute `reference.paged_attention`. Raises ValueError unless each head of the query is contiguous."""
+    """Compute attention. Raises ValueError unless each head of the query is contiguous."""
     # Products of float32 are computed in full float32, without TF32. Products of 16-bit types are accumulated in
     # float32, and the softmax weights are rounded to the query's dtype, as in every flash attention.
     _check_heads(query)
@@ -190,7 +193,7 @@ def _attend(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write KV like `reference.write_kv`. Raises ValueError unless each head of key and value is contiguous."""
+    """Write KV. Raises ValueError unless each head of key and value is contiguous."""
     _check_heads(key)
     _check_heads(value)
     tokens = slot_mapping.shape[0]
@@ -224,7 +227,6 @@ def add_norm(
     centred: bool = False,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute `reference.add_norm` of contiguous tensors."""
     tokens, size = residual.shape
     output = torch.empty_like(residual)
     if tokens:
@@ -263,7 +265,6 @@ def rotate_and_write(
     key_weight: Tensor | None = None,
     by_group: bool = False,
 ) -> Tensor:
-    """Compute `reference.rotate_and_write` of contiguous tensors."""
     tokens, size = projected.shape
     _, kv_heads, block_size, head_dim = key_cache.shape
     heads = size // head_dim - 2 * kv_heads
@@ -296,12 +297,10 @@ def rotate_and_write(
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Compute `reference.gated` of a contiguous tensor."""
     return _activate(gate_up, gate_up.shape[1] // 2, activation)
 
 
 def activated(rows: Tensor, activation: Activation) -> Tensor:
-    """Compute `reference.activated` of a contiguous tensor."""
     return _activate(rows, rows.shape[1], activation)
 
 
@@ -321,7 +320,6 @@ def _activate(rows: Tensor, size: int, activation: Activation) -> Tensor:
 
 
 def sample(logits: Tensor, parameters: Tensor) -> Tensor:
-    """Compute `reference.sample`."""
     rows, width = logits.shape
     outcomes = torch.empty(rows, dtype=torch.int64, device=logits.device)
     shift = 16 if logits.dtype is torch.bfloat16 else 0
