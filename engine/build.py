@@ -138,10 +138,7 @@ def _load(
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Keep the garbage collector from scanning, again and again, the objects that large imports create.
-
-    These objects are frozen once, in the first use of a process: they stay until it ends.
-    """
+    # The collector would scan again and again the objects that large imports create, and they stay until the end.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -158,7 +155,7 @@ def _importing() -> Iterator[None]:
 def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
     """Turn a failed allocation inside the `with` block, or a missing C compiler, into a ModelError.
 
-    Its message contains `doing`, the work that failed, and `remedy`, the advice.
+    `doing` names the work that failed, and `remedy` says what to do.
     """
     try:
         yield

@@ -248,7 +248,7 @@ _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = {
 
 
 def check_together(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a setting that the user gave has no effect because of another setting."""
+    """Raise ConfigError if a given setting has no effect because of another setting."""
     policy = given.get("scheduling_policy", "fair")
     if policy != "fair":
         no_lane = {"fast_lane_prompt": None, "fast_lane_output": None}

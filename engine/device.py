@@ -149,7 +149,6 @@ def _nvml() -> Iterator[Any]:
 
 
 def _visible_gpu(nvml: Any) -> Any:
-    """Return the NVML handle of the first visible GPU or MIG slice, or None without a visible GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = "0" if visible is None else visible.split(",")[0].strip()
     try:
@@ -161,7 +160,6 @@ def _visible_gpu(nvml: Any) -> Any:
 
 
 def _own_memory() -> int:
-    """Return an estimate of the bytes of GPU memory that this process holds, from what torch has reserved."""
     # NVML cannot tell this in a container, because it lists processes by the host's process ids.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

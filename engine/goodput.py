@@ -36,7 +36,7 @@ class Slo:
         return {name: limit for name in names if (limit := getattr(self, name)) is not None}
 
     def met_by(self, request: RequestLatency) -> dict[str, bool]:
-        """Return for each target whether the request met it. An undefined latency meets any target."""
+        """Return whether the request met each target, by name. A latency that is None meets every target."""
         itl = None if self.itl is None else statistic(request.itl, self.itl_statistic)
         figures = {"ttft": request.ttft, "itl": itl, "tpot": request.tpot, "e2e": request.e2e}
         return {name: (figure := figures[name]) is None or figure <= limit for name, limit in self.given().items()}

@@ -78,10 +78,10 @@ def request_latency(start: float, arrivals: Sequence[Arrival]) -> RequestLatency
 
 
 class Stall(NamedTuple):
-    """Gap of `seconds` between two arrivals. It began at the time `at`, after `tokens_before` tokens had arrived."""
+    """Gap between two arrivals of tokens."""
 
     seconds: float
-    at: float
+    at: float  # time of the arrival before the gap
     tokens_before: int
 
 

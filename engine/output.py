@@ -115,7 +115,6 @@ class OutputStream:
         return output
 
     def _add_text(self, output: RequestOutput, piece: str) -> None:
-        """Add text to an output. If this completes a stop string, set the output's finish reason to STOP."""
         if self.request.num_output_tokens <= self.request.sampling.min_tokens:
             output.text += piece
             return

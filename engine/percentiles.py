@@ -17,7 +17,7 @@ _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 class Summary:
     """Statistics of samples, in the unit of the samples. Without samples, `count` is 0 and the other fields are None.
 
-    Reports take statistics and headings from these fields. So a new field, such as `p90`, adds a percentile to reports.
+    Reports show every field, so a new field, such as `p90`, adds a percentile to all reports.
     """
 
     count: int = 0

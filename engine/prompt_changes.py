@@ -27,7 +27,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptChange:
-    """Finding that `count` of the last `window` prompts differ at token `position` and are alike after it."""
+    """Group of recent prompts that differ at one early token and are alike after it."""
 
     position: int
     count: int
@@ -50,8 +50,8 @@ class PromptChange:
 class PromptChanges:
     """Periodic check of recent prompts for an early token at which they differ.
 
-    A finding is logged, unless its position is less than SPREAD tokens from the position that was logged last. If
-    `quote_prompts` is set, the finding and the log contain text of prompts.
+    The check logs what it finds, unless the position is within SPREAD tokens of the one that was logged last. Prompt
+    text is included only if `quote_prompts` is set.
     """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
@@ -68,7 +68,7 @@ class PromptChanges:
             self.check()
 
     def check(self) -> PromptChange | None:
-        """Check the latest prompts now. Return the finding, or None if there is none."""
+        """Check the latest prompts now."""
         self._next_check = self._watch.num_seen + CHECK_EVERY
         found = self._watch.report()
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)

@@ -29,7 +29,7 @@ class Provenance:
         return {name: getattr(self, name) for name in names}
 
     def caveats(self) -> list[str]:
-        """Return a list with one sentence about the accuracy of simulated step times, or [] if measured."""
+        """Return a sentence about the accuracy of simulated step times, or no sentence for measured figures."""
         if self.measured:
             return []
         if self.calibration_error is not None:

@@ -30,7 +30,6 @@ def proxy_variable(url: str) -> str | None:
 
 
 def _proxy_name(url: str) -> str | None:
-    """Return "https" if HTTPS_PROXY holds the proxy for `url`, and so on; None if a request goes directly."""
     target, proxies = urlsplit(url), getproxies()
     host = target.hostname or ""
     if proxy_bypass(host) or proxy_bypass(target.netloc) or _in_networks(host, proxies.get("no", "")):
@@ -60,10 +59,6 @@ def check_proxies() -> None:
 
 
 def _checked(name: str, value: str) -> str:
-    """Return the proxy URL `value`, with the scheme http if it has none (as in curl).
-
-    Raises LlmschedError if the URL is malformed. `name` is "https" for HTTPS_PROXY, and so on.
-    """
     proxy = value if "://" in value else f"http://{value}"
     try:
         parts = urlsplit(proxy)

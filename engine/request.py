@@ -75,7 +75,6 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if the tokens so far change the logits of the next token."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 

@@ -183,7 +183,7 @@ class AsyncEngine:
         return ended
 
     def _send(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
-        """Let the engine's thread run `action`. If `action` fails, let the event loop call `fail` with the error."""
+        """Run `action` in the engine's thread. If `action` fails, call `fail` with the error on the event loop."""
         self._inbox.put(lambda: self._attempt(action, fail))
 
     def _fail_all(self, reason: str) -> None:
@@ -209,9 +209,10 @@ class AsyncEngine:
             logger.exception("the engine has failed")
 
     def _attempt(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
-        """Run `action`. If it raises an exception, let the event loop call `fail` with the error.
+        """Run `action`. If `action` raises an exception, call `fail` with the error on the event loop.
 
-        Raises RuntimeError, which ends the engine, if `check_integrity` then finds a fault.
+        Raises RuntimeError, which ends the engine, if the exception has left the engine's blocks or requests
+        inconsistent.
         """
         try:
             action()
@@ -228,7 +229,6 @@ class AsyncEngine:
                 ) from error
 
     def _take_inbox(self) -> None:
-        """Run the actions that the event loop has sent. If the engine then has no work, wait for the next action."""
         while self._run_next(0.0):
             pass
         self.core.observe(self._refresh)
@@ -248,7 +248,6 @@ class AsyncEngine:
                 wait = None if until is None else min(MAX_IDLE_SECONDS, until - self.core.clock())
 
     def _run_next(self, timeout: float | None) -> bool:
-        """Run the next action and return True; return False if none arrives in `timeout` seconds (None: no limit)."""
         if timeout != 0.0:
             self.due_since = None  # the engine waits because there is nothing to do
         try:
@@ -268,7 +267,6 @@ class AsyncEngine:
             self._on_loop(self._streams.deliver, outputs)
 
     def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function` on the event loop; do nothing if the loop has closed."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 class _LaunchedStep(NamedTuple):
-    """Step that was launched. `pending` or `error` is what `Executor.launch` returned or raised."""
-
     plan: StepPlan
     pending: Pending = None
     error: Exception | None = None
@@ -28,9 +26,9 @@ class _LaunchedStep(NamedTuple):
 class StepLoop:
     """Base of Engine and SimulatedEngine: a scheduler that plans steps and an executor that computes them.
 
-    With async_scheduling and an executor that looks ahead, the loop launches the next step before it waits for the
-    results of the present one. So the device computes while the engine applies and sends these results. If the next
-    plan depends on the results, nothing is launched before they are known.
+    With async_scheduling, if the executor supports it, the loop launches the next step before it waits for the results
+    of the present one. So the device computes while the engine processes results. If the next plan depends on the
+    results, the loop waits for them first.
     """
 
     #: Most attempts at a step that runs out of memory. Each has at most half of the tokens of the one before it.
@@ -147,7 +145,6 @@ class StepLoop:
         return self.executor.collect(step.pending)
 
     def _abandon(self, plan: StepPlan, error: Exception) -> None:
-        """Undo a step that ran out of memory, and the step that was launched after it."""
         following, self._in_flight = self._in_flight, None
         preempted = self.scheduler.abandon(plan, None if following is None else following.plan)
         logger.warning(

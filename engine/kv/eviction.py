@@ -12,12 +12,12 @@ MAX_SHARED = 0.25
 
 
 class EvictionOrder:
-    """Cached blocks of a pool of `num_blocks`, in the order in which they are evicted.
+    """Order in which the cached blocks of a pool of `num_blocks` blocks are evicted.
 
     A block is private if only the request that wrote it has used it, and shared if other requests have used it too.
-    Private blocks are evicted before shared blocks. Within each kind, the least recently used block is evicted first.
-    If cached shared blocks make up more than the share MAX_SHARED of the pool, the least recently used one becomes the
-    most recently used private block (segmented LRU, Karedla et al. 1994).
+    Private blocks are evicted before shared blocks, and within each kind the least recently used block first. If shared
+    blocks make up more than the share MAX_SHARED of the pool, the least recently used shared block becomes private
+    (segmented LRU, Karedla et al. 1994).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -33,7 +33,7 @@ class EvictionOrder:
         return block in self._segment_of(block)
 
     def mark_shared(self, blocks: Iterable[int]) -> None:
-        """Mark blocks as shared until they are evicted or become private. The blocks must not be cached now."""
+        """Mark blocks as shared. None of the blocks may be cached now."""
         for block in blocks:
             self._is_shared[block] = 1
 
@@ -50,11 +50,9 @@ class EvictionOrder:
         del self._segment_of(block)[block]
 
     def touch(self, block: int) -> None:
-        """Make a block the most recently used block of its kind."""
         self._segment_of(block).move_to_end(block)
 
     def discard(self, block: int) -> None:
-        """Remove a block whose content has become useless."""
         del self._segment_of(block)[block]
         self._is_shared[block] = 0
 

@@ -58,7 +58,7 @@ class KVLayout:
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return for each sequence length in `num_tokens` how many tokens the groups keep, summed over groups."""
+        """Return for each sequence length in `num_tokens` the number of tokens kept, summed over layer groups."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
@@ -77,8 +77,6 @@ class KVLayout:
 
 
 class LayerGrouping(NamedTuple):
-    """Layout of the cached KV."""
-
     layout: KVLayout
     group: tuple[LayerGroup, ...]  # layers that share a block
     reason: str | None = None  # why sliding-window layers keep the KV of all tokens, if they do

@@ -34,7 +34,7 @@ class StaticBatchBlocks:
             table.extend(width, self._pool.allocate(layout.full_groups * (width - len(table))))
 
     def keep(self, request: Request) -> None:
-        """Keep a request's blocks, which the request is about to release, until the batch ends."""
+        """Keep the blocks of a request that ends, until its batch ends."""
         blocks = request.table.held_blocks()
         self._pool.acquire(blocks)
         self._blocks.append(blocks)
@@ -88,7 +88,7 @@ class KVManager:
     # -- admission --------------------------------------------------------------------------------------------
 
     def num_missing(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many available blocks the request takes if it is admitted with room for all its tokens."""
+        """Return how many available blocks an admission of the request takes, with room for all its tokens."""
         layout, width = self.layout, self.layout.width(request.num_tokens)
         missing = layout.full_groups * (width - len(hit.nodes)) + hit.num_evictable
         if not layout.window_groups:
@@ -188,10 +188,10 @@ class KVManager:
     # -- preemption -------------------------------------------------------------------------------------------
 
     def num_kept(self, request: Request, demand: int | None) -> int:
-        """Return how many leading blocks of each group the request would find in the cache if it were preempted now.
+        """Return how many leading blocks of each group the request would find again if it were preempted now.
 
-        `demand` is the number of blocks that other requests take before the request resumes; None means every block
-        that the pool can give.
+        `demand` is the number of blocks that other requests take before the request resumes. None means all blocks that
+        the pool can give.
         """
         if not self.prefix_cache.serves(request):
             return 0
@@ -205,10 +205,7 @@ class KVManager:
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
-        """Return how many blocks `swap_out` would copy.
-
-        These are all blocks with KV, without leading blocks that other requests or pins hold too.
-        """
+        """Return how many blocks `swap_out` would copy: all with KV, except leading blocks that others hold too."""
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:
@@ -222,7 +219,6 @@ class KVManager:
         self.release(request)
 
     def _num_held_by_others(self, request: Request) -> int:
-        """Return how many leading findable blocks of each full-attention group are held by other requests or pins."""
         if not self.prefix_cache.serves(request) or not self.layout.full_groups:
             return 0
         table = request.table

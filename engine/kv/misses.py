@@ -31,7 +31,7 @@ class MissKind(StrEnum):
 
 
 class Miss(NamedTuple):
-    """Reason for a miss. The first `position` tokens of the prompt match a cached prefix."""
+    """Reason for a miss, after a hit of `position` tokens."""
 
     kind: MissKind
     position: int
@@ -55,7 +55,7 @@ class Misses:
             self._ghosts.popitem(last=False)
 
     def skipped(self) -> Miss:
-        """Count and return a miss of kind SKIPPED, for a request that was not looked up."""
+        """Count and return a miss of kind SKIPPED."""
         self.counts[MissKind.SKIPPED] += 1
         return Miss(MissKind.SKIPPED, 0)
 
@@ -107,19 +107,15 @@ RUN = 8
 
 @dataclass(frozen=True, slots=True)
 class ChangingPrompts:
-    """Report that `count` of the last `window` prompts differ at token `position` but are similar after it."""
-
-    position: int
+    position: int  # of the token at which the prompts differ
     count: int
-    window: int
+    window: int  # number of latest prompts that were compared
     start: int
     examples: tuple[tuple[int, ...], tuple[int, ...]]  # token ids of two of these prompts, from token `start` on
     private: bool = False  # True if an example has a cache_salt
 
 
 class _Divergence(NamedTuple):
-    """Divergence of a prompt from cached prompts at token `position`. `tokens` are the prompt's tokens around it."""
-
     position: int
     tokens: list[int]
     private: bool

@@ -15,10 +15,7 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return the most blocks that pins may hold: `share` x `num_blocks`, or less.
-
-    The limit leaves at least `max_request_blocks` blocks for the longest request.
-    """
+    """Return how many blocks pins may hold: `share` x `num_blocks`, but leave `max_request_blocks` blocks."""
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
@@ -98,7 +95,7 @@ class Pins:
     def advance(self) -> None:
         """Let each pin hold the blocks of its prefix that requests have written since the last call.
 
-        Call this before the requests can release these blocks.
+        Call this before requests release blocks.
         """
         self.num_waiting = 0
         for pin in self._pins.values():

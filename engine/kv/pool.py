@@ -9,7 +9,7 @@ from llmsched.engine.kv.eviction import EvictionOrder
 
 
 class KVUsage(NamedTuple):
-    """Use of KV memory, as the number of tokens for which blocks have room. A token counts once in each layer group."""
+    """Use of KV memory in tokens. A token counts once in each layer group."""
 
     held: int  # room in blocks that requests or pins hold
     empty: int  # part of `held` without KV
@@ -96,7 +96,7 @@ class BlockPool:
                 self._cached.touch(block)
 
     def set_findable(self, blocks: Iterable[int]) -> None:
-        """Mark blocks as findable: nodes of the prefix tree have them."""
+        """Mark blocks as findable (see KVManager)."""
         for block in blocks:
             self._findable[block] = 1
 
@@ -105,7 +105,7 @@ class BlockPool:
             self._free.append(self._evict())
 
     def count_cached(self, blocks: Iterable[int]) -> int:
-        """Return how many of `blocks` are cached now. Each of them lowers `num_available` when it is acquired."""
+        """Return how many of `blocks` are cached now."""
         ref_count = self._ref_count
         return sum([ref_count[block] == 0 for block in blocks])
 

@@ -28,7 +28,7 @@ MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Index of running requests by the tree node of their last findable block, or by cache_salt if they have none."""
+    """Index of running requests by the prefix of their findable blocks."""
 
     def __init__(self) -> None:
         self._after: dict[PrefixNode | str, dict[Request, None]] = {}
@@ -37,7 +37,7 @@ class InFlightPrefixes:
         self._after.setdefault(_key(request), {})[request] = None
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Call `remove` before the `node` of its block table changes, and `add` after the change."""
+        """Remove a request. Call this before the request's findable prefix changes, and `add` after the change."""
         key = _key(request)
         del self._after[key][request]
         if not self._after[key]:
@@ -47,10 +47,11 @@ class InFlightPrefixes:
         return [request for requests in self._after.values() for request in requests]
 
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
-        """Find the partly written block after the prefix `node` with the most leading tokens of `tokens`.
+        """Find a partly written block after the prefix `node` that begins with tokens of `tokens`.
 
-        `tokens` is at most one encoded block. `node` None is the empty prefix under `salt`. Returns the block of each
-        group and the number of equal tokens, or None if there is no such block.
+        `tokens` is at most one encoded block. `node` None is the empty prefix under `salt`. Among several such blocks,
+        the one with the most equal tokens is taken. Returns its block ids, one of each group, and the number of equal
+        tokens. Returns None if there is no such block.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -66,7 +67,8 @@ class InFlightPrefixes:
     def num_coming(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
         """Return the number of tokens of `request` whose KV another running request will write.
 
-        Only tokens in whole blocks from `start` to `limit` - 1 count. `node` is the node of the prefix before `start`.
+        Only whole blocks of the tokens `start` to `limit` - 1 count. `node` is the node of the prefix that ends at
+        `start`.
         """
         most = 0
         for other in self._newest(node, request.cache_salt):
@@ -97,7 +99,7 @@ class PrefixCache:
         self._layout = layout
 
     def serves(self, request: Request) -> bool:
-        """Return False if the cache is disabled or the request asks for prompt log-probabilities."""
+        """Return True if the request may use the cache."""
         return self.enabled and request.sampling.prompt_logprobs is None
 
     # -- lookup -----------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes can be reused; the last `num_behind` of these nodes must have window blocks."""
+        """Return how many leading nodes can be reused."""
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -190,14 +192,12 @@ class PrefixCache:
     def _take_over(
         self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]
     ) -> None:
-        """Replace a request's blocks `ours`, at `index` of `table`, with the tree's blocks `theirs` if these differ."""
         if theirs != ours:
             self.pool.acquire(theirs)
             self.pool.release(ours)
             table.replace(index, group, theirs)
 
     def _forget(self, block: int) -> Sequence[int]:
-        """Remove an evicted block from the tree. Return the blocks that lookups cannot find without this block."""
         nodes, others = self.tree.remove(block)
         for node in nodes:
             self.misses.evicted(node, self.now)

@@ -105,7 +105,6 @@ class PrefixTree:
         return best, most
 
     def path_hash(self, parent: PrefixNode | None, salt: str, key: bytes) -> int:
-        """Return the `path_hash` of a child of `parent` with the tokens `key`. `parent` None means the salt's root."""
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
     def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
@@ -183,7 +182,7 @@ class PrefixHit(NamedTuple):
         return self.nodes[self.window_start :]
 
     def blocks(self) -> list[int]:
-        """Return the blocks that admission acquires, the beginning of the prefix first."""
+        """Return the blocks that admission acquires, in the order of the prefix."""
         return blocks_of(self.nodes, self.window_nodes)
 
 

@@ -80,7 +80,7 @@ class SwapSpace:
         return len(hosts)
 
     def overwrite(self, block: int) -> None:
-        """Cancel any copy to `block` that `restore` scheduled, because the step will copy other KV to this block."""
+        """Cancel a scheduled copy to `block`, because the next step copies other KV to this block."""
         self._ins.pop(block, None)
 
     def discard(self, request: Request) -> None:

@@ -64,7 +64,7 @@ class BlockTable:
     # -- growing and shrinking --------------------------------------------------------------------------------
 
     def num_growing(self, num_tokens: int) -> int:
-        """Return how many more blocks `num_tokens` tokens need between two steps."""
+        """Return how many more blocks the sequence needs to hold `num_tokens` tokens."""
         layout = self.layout
         width = layout.width(num_tokens)
         growing = layout.full_groups * max(0, width - self._width)
@@ -73,7 +73,7 @@ class BlockTable:
         return growing
 
     def needed_window_end(self, width: int) -> int:
-        """Return the `window_end` needed between two steps for tokens that fill `width` blocks."""
+        """Return the `window_end` that a sequence of `width` blocks needs."""
         return min(width, self.window_start + self.layout.num_behind + 1)
 
     def extend(self, end: int, blocks: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class BlockTable:
         return column[:full], column[full:]
 
     def replace(self, index: int, group: int, blocks: Sequence[int]) -> None:
-        """Replace the blocks at `index` with `blocks`, one for each group from `group` on."""
+        """Replace the blocks at `index` of consecutive groups, the first of which is `group`."""
         self._ids[group : group + len(blocks), index] = blocks
 
     def full_blocks(self, start: int, end: int) -> list[int]:
@@ -161,7 +161,7 @@ class BlockTable:
         return blocks[::-1]
 
     def num_empty(self, num_computed_tokens: int) -> int:
-        """Return the number of tokens for which the blocks still have room, summed over groups."""
+        """Return the number of tokens that the held blocks can still take, summed over groups."""
         layout, size = self.layout, self.layout.block_size
         full = layout.full_groups * (self._width * size - num_computed_tokens)
         return full + layout.window_groups * (self.window_end * size - num_computed_tokens)

@@ -33,7 +33,7 @@ _FEWEST_BITS: tuple[tuple[str, dict[str, str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Demand for `users` simultaneous requests of `context` tokens, prompt and output (0: max_model_len tokens)."""
+    """Demand for `users` simultaneous requests of `context` tokens (prompt and output; 0 means max_model_len)."""
 
     users: int = 1
     context: int = 0
@@ -49,12 +49,12 @@ class MemoryDemand:
         return self.num_fitting(plan) >= self.users
 
     def num_replicas(self, plan: MemoryPlan) -> int | None:
-        """Return how many devices with this plan meet the demand together; None if no request fits on one device."""
+        """Return how many devices with this plan are needed, or None if no request fits on one device."""
         fitting = self.num_fitting(plan)
         return -(-self.users // fitting) if fitting else None
 
     def shortfall(self, plan: MemoryPlan) -> str | None:
-        """Return a sentence that says why the plan does not meet the demand; None if it meets the demand."""
+        """Return a sentence that says why the plan does not meet the demand, or None if it does."""
         if plan.problem is not None:
             return plan.problem.text(setting)
         if self.met_by(plan):
@@ -141,18 +141,15 @@ class _Search:
         return self._try("raise", cost, gpu_memory_utilization=share)
 
     def smaller_steps(self) -> list[Change]:
-        """Try smaller max_num_batched_tokens: the largest power of two that suffices."""
         sizes = [size for size in STEP_SIZES if size < self.plan.max_num_batched_tokens]
         return self._largest("max_num_batched_tokens", sizes, "prompts take longer")
 
     def fewer_states(self) -> list[Change]:
-        """Try smaller max_num_seqs, because recurrent state is reserved for max_num_seqs sequences."""
         powers = range((self.plan.max_num_seqs_limit - 1).bit_length() if self.plan.state_bytes_per_seq else 0)
         counts = [1 << power for power in powers if 1 << power >= self.demand.users]
         return self._largest("max_num_seqs", counts, "state is reserved for fewer requests")
 
     def _largest(self, name: str, values: Sequence[Any], cost: str) -> list[Change]:
-        """Try `values` of the setting `name` and return the change to the largest that suffices."""
         tried = (self._try("lower", cost, **{name: value}) for value in reversed(values))
         return next(filter(None, tried), [])
 
@@ -171,7 +168,6 @@ class _Search:
         return found
 
     def all_settings(self) -> list[Change]:
-        """Combine more memory, smaller steps and narrower dtypes."""
         steps: dict[str, Any] = {"max_num_batched_tokens": min(STEP_SIZES[0], self.plan.max_num_batched_tokens)}
         if self.is_wide:
             steps["dtype"] = self.half
@@ -221,7 +217,6 @@ class _Search:
         return [Change(f"{verb} {what}", cost, plan, settings, servable)]
 
     def _quantised(self, quantization: str | None) -> ModelPlanner | None:
-        """Return the planner of the model in the format `quantization`, or None if that format is not possible."""
         if quantization is None:
             return self.planner
         known = self.planner.given is not None or settings_of(self.planner.content)
@@ -239,10 +234,7 @@ def _shown(name: str, value: Any) -> str:
 def longest_context(
     planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, users: int, below: int | None = None
 ) -> int | None:
-    """Return the largest max_model_len (less than `below`) that `users` sequences can have at the same time.
-
-    Returns None if no context fits.
-    """
+    """Return the largest max_model_len below `below` with which `users` sequences fit, or None if no context fits."""
     limit = (
         planner.shape(config, device).max_position or planner.plan(replace(config, max_model_len=1), device).num_tokens
     )

@@ -112,7 +112,7 @@ class Occupancy:
 
 
 def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
-    """Return the probabilities that one sequence, at a random step of its run, holds 0, 1, 2, ... blocks."""
+    """Return the probabilities that a sequence holds 0, 1, 2, ... blocks at a random step of its run."""
     outputs = np.ones_like(lengths.prompts) if lengths.outputs is None else lengths.outputs
     # The last token of a sequence is sampled but not computed, so it has no KV.
     first = np.maximum(1, lengths.prompts - 1) if lengths.outputs is None else lengths.prompts
@@ -127,13 +127,11 @@ def _held(lengths: LengthDistribution, layout: KVLayout) -> Masses:
 
 
 def _sum(one: Masses, other: Masses) -> Masses:
-    """Return the distribution of the sum of two independent counts, cut off at the pool's size."""
     size = 1 << (2 * len(one) - 1).bit_length()
     product = np.fft.irfft(np.fft.rfft(one, size) * np.fft.rfft(other, size), size)
     return np.asarray(np.clip(product[: len(one)], 0, None), dtype=np.float64)
 
 
 def _missing(masses: Masses) -> float:
-    """Return the probability that a count is above the pool's size."""
     missing = 1 - float(masses.sum())
     return missing if missing > 1e-12 else 0.0

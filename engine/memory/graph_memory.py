@@ -20,8 +20,6 @@ LAYER_BYTES = 512 << 10
 
 
 class CapturedGraphs(NamedTuple):
-    """Graphs that were captured."""
-
     num_graphs: int
     max_rows: int  # rows of the largest graph
     seconds: float  # time of the capture

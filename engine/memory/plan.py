@@ -162,7 +162,7 @@ class Reconciled:
 
     @property
     def exceeds(self) -> bool:
-        """True if the part takes over 2 % more than planned. A smaller excess counts as rounding."""
+        """True if the part takes over 2 % more than planned."""
         return self.ratio is not None and self.ratio > 1.02
 
 

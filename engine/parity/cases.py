@@ -30,8 +30,6 @@ class ParityPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts of all cases."""
-
     general: tuple[ParityPrompt, ...]  # prompts of varied lengths; the first is exactly 3 blocks long
     edges: tuple[ParityPrompt, ...]  # prompts that begin with tokens of the first general prompt
     shared: tuple[int, ...]  # number of these tokens for each prompt in `edges`: close to 1 or 2 blocks
@@ -42,7 +40,10 @@ class PromptSet:
 
 
 def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_size: int, seed: int) -> PromptSet:
-    """Make `count` general prompts and six `edges` prompts. Equal arguments give equal prompts."""
+    """Make `count` general prompts, and six that share about one or two blocks with the first of them.
+
+    Equal arguments give equal prompts.
+    """
     generator, id_limit = random.Random(seed), min(vocab_size, tokenizer.vocab_size)
 
     def text(length: int) -> tuple[int, ...]:

@@ -66,7 +66,6 @@ class Reference:
         return logits.to("cpu", copy=True)
 
     def _plain(self) -> Any:
-        """Return the model with transformers' attention, which models with their own attention always have."""
         if type(self._model).__name__ not in OWN_ATTENTION:
             set_attention(self._model, IMPLEMENTATION)
         return self._model
@@ -106,7 +105,7 @@ class Tolerance:
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Return the number that must be within the limit, from the differences [n] at all positions of a case."""
+        """Return the difference to compare with the limit, from the differences [n] at all positions of a case."""
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property
@@ -134,7 +133,7 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First output token for the prompt named `prompt` that differs from the reference."""
+    """First output token that differs from the reference."""
 
     prompt: str
     position: int  # of the token in the output
@@ -146,8 +145,6 @@ class Divergence:
 
 @dataclass(slots=True)
 class CaseResult:
-    """Result of one case."""
-
     name: str
     judged_logit_diff: float | None = None  # see `Tolerance.judged`; None if no logits were compared
     tolerance: float = 0.0
@@ -174,8 +171,6 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """Results of all cases of one model."""
-
     checks: tuple[CaseResult, ...]
     tolerance: Tolerance
     spread: float  # largest `Continuation.spread`

@@ -126,7 +126,6 @@ def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> Non
 
 
 def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last_wave: list[EngineOutput]) -> None:
-    """Write the case's preemptions or prefix hits to `result.detail`. Add a problem if expected ones are missing."""
     if case.preempted:
         result.detail = f"{stats.num_preemptions} preemptions, {stats.recomputed_tokens} tokens computed again"
         if not stats.num_preemptions:

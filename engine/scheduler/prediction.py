@@ -32,7 +32,7 @@ _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 
 
 class Outlook(NamedTuple):
-    """Lengths of n requests in tokens, from which their output lengths are predicted."""
+    """Lengths of n requests, and the lengths of finished outputs from which their outputs are predicted."""
 
     num_tokens: Tokens  # present lengths, int64 [n]
     done: Tokens  # generated tokens, int64 [n]
@@ -43,8 +43,8 @@ class Outlook(NamedTuple):
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:
         """Return the probability [n, len(steps)] that each request generates at least `steps` more tokens.
 
-        Among the finished outputs that are longer than the request's present output, it is the share of those with at
-        least `steps` more tokens. A request without such outputs is assumed to run to max_tokens.
+        The probability is a share of the finished outputs that are longer than the request's present output. A request
+        without such outputs is assumed to run to max_tokens.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)

@@ -49,8 +49,7 @@ class MeanCost:
 class MeasuredCosts:
     """Costs in seconds of computing a prefill token and of copying a block from or to host memory.
 
-    The cost of prefill tokens is only the time by which a step with prefills takes longer than a step of decodes,
-    because other requests decode in the same steps.
+    A prefill token costs only the time by which a step with prefills takes longer than a step without them.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -59,7 +58,6 @@ class MeasuredCosts:
         self._decode_step = MeanCost(0.0)
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Add the times of a step: of its computation, and of its copies from and to host memory."""
         if result.swap_elapsed > 0:
             self.block_copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
         computing = result.elapsed - result.swap_elapsed
@@ -79,7 +77,6 @@ class Loss(NamedTuple):
     num_blocks: int
 
     def details(self) -> dict[str, Detail]:
-        """Return the loss as details of a ledger entry, with the cost in milliseconds."""
         cost_ms = round(1e3 * self.seconds, 3)
         if self.swap:
             return {"how": "swap", "swapped_blocks": self.num_blocks, "cost_ms": cost_ms}
@@ -117,7 +114,6 @@ class Preemption:
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 
     def decide(self, request: Request, demand: int | None, *, may_swap: bool = True) -> Loss:
-        """Return the `loss` of a request that is being preempted, including whether its KV is to be swapped."""
         # In mode auto, a decision against a possible copy moves the cost of copies towards the assumed cost, because
         # without copies their cost is not measured again.
         loss = self.loss(request, demand, may_swap=may_swap)

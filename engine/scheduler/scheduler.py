@@ -21,10 +21,10 @@ from llmsched.engine.scheduler.waiting_queue import WaitingQueue, WaitReason, in
 
 
 class Update(NamedTuple):
-    """Result of a step for one request. `start` is the position of the first token that the step computed."""
+    """Result of a step for one request."""
 
     request: Request
-    start: int
+    start: int  # position of the first token that the step computed
     result: RowResult
 
 

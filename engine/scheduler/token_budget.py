@@ -76,7 +76,7 @@ class Pacer:
 
 
 class StepBuilder:
-    """Builder of one step's rows (one per request) within a token budget. `left` is the rest of the budget."""
+    """Builder of one step's rows (one per request) within a token budget."""
 
     def __init__(self, token_budget: int, kv: KVManager, ledger: Ledger) -> None:
         self.left = token_budget
@@ -105,7 +105,7 @@ class StepBuilder:
         self.left -= len(self._counts)
 
     def rows(self) -> list[ScheduledRow]:
-        """Return the rows to compute, and note in the ledger how far each prefill gets."""
+        """Return the rows to compute, and write the progress of each prefill to the ledger."""
         for request in self._behind:
             done = request.num_computed_tokens + self._counts[request]
             self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens)

@@ -52,7 +52,7 @@ class WaitingTimes:
         self._at_start: dict[Request, dict[WaitReason, float]] = {}
 
     def now_waiting_for(self, reason: WaitReason | None) -> None:
-        """Set the reason why the queue waits from now on; None means that no request waits."""
+        """Set the reason why the queue waits from now on, or None if no request waits."""
         self._count()
         self._reason = reason
 
@@ -75,8 +75,6 @@ class WaitingTimes:
 
 
 class Offer(NamedTuple):
-    """Waiting request to consider for admission next."""
-
     request: Request
     by_arrival: bool  # True if it was chosen by arrival time, False if by rank
 
