@@ -128,7 +128,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
 
 
 def format_name(settings: Mapping[str, Any]) -> str:
-    """Return a name for users, such as "awq" or "modelopt NVFP4"."""
+    """Return the name of a quantisation for users, such as "awq" or "modelopt NVFP4"."""
     return f"{method_of(settings)} {settings.get('quant_algo') or ''}".strip()
 
 

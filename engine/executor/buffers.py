@@ -59,7 +59,7 @@ class StepBuffers:
             self._copied[self._turn].synchronize()
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Add an array to the step. Return the tensor that has its values after `upload`, until the next `upload`."""
+        """Add an array to the step. The result has the array's values from `upload` to the next `upload`."""
         dtype, start = _TYPES[array.dtype], self.num_used
         if start + array.nbytes > len(self._block):
             host = torch.empty(array.shape, dtype=dtype, pin_memory=self._on_gpu)

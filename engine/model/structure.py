@@ -215,7 +215,7 @@ def children(module: nn.Module, what: str, needed: str, optional: str = "") -> d
 
 
 def _first_of(found: Mapping[str, Any], what: str, *choices: str) -> list[str]:
-    """Return the names of the first choice of which all were found. A choice is names separated by spaces."""
+    """Return the names in the first choice that are all in `found`. A choice is names separated by spaces."""
     for choice in map(str.split, choices):
         if all(name in found for name in choice):
             return choice

@@ -52,8 +52,8 @@ class Ledger:
     def note(self, request_id: str, what: str, **details: Detail) -> None:
         """Note a decision about a request.
 
-        The decision is merged with the request's last entry if both have the same `what`, reason and "by". Entries
-        after the first MAX_ENTRIES replace the last entry.
+        The decision is merged with the request's last entry if both have the same `what` and the same details "reason"
+        and "by". Entries after the first MAX_ENTRIES replace the last entry.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])

@@ -156,7 +156,7 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each system message joined to the user message beside it, or turned into one."""
+    """Return the messages with each system message joined to a user message beside it, or as a user message."""
     turns: list[Message] = []
     after_system = False
     for message in messages:

@@ -11,8 +11,8 @@ import torch
 from engines import (
     BLOCK,
     EOS,
-    Choice,
     Collector,
+    alone,
     assert_idle,
     generate,
     generate_all,
@@ -27,12 +27,6 @@ from tiny_models import VOCAB_SIZE
 from llmsched.engine.errors import QueueFullError, RequestError
 from llmsched.engine.executor.base import Executor, ObservedExecutor, RowResult, StepPlan, StepResult
 from llmsched.engine.request import FinishReason, SamplingParams
-
-
-def alone(token_ids: list[int], params: SamplingParams) -> Choice:
-    """Return the request's output from a separate engine without prefix cache and with enough blocks."""
-    return generate(make_engine(enable_prefix_caching=False), (token_ids, params))[0]
-
 
 # -- preemption -----------------------------------------------------------------------------------------------
 

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from engines import Choice, Collector, generate, make_engine, prompt, sampling
+from engines import Collector, alone, generate, make_engine, prompt, sampling
 
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.base import Executor, RowResult, StepPlan, StepResult, SynchronousExecutor
-
-
-def alone(token_ids: list[int], **fields: Any) -> Choice:
-    return generate(make_engine(enable_prefix_caching=False), (token_ids, sampling(**fields)))[0]
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 def test_a_fully_cached_prompt(length: int) -> None:  # A01
     engine = make_engine()
     first, second = (generate(engine, (prompt(length), sampling(max_tokens=8)))[0] for _ in range(2))
-    expected = alone(prompt(length), max_tokens=8)
+    expected = alone(prompt(length), sampling(max_tokens=8))
     assert first.tokens == second.tokens == expected.tokens
     assert second.text == expected.text
     assert second.num_cached_tokens == length - 1, "the last token is always computed"
     longer = [*prompt(length), *prompt(16, seed=1)]
     third = generate(engine, (longer, sampling(max_tokens=8)))[0]
     assert third.num_cached_tokens >= length // 16 * 16, "its last block is still found"
-    assert third.tokens == alone(longer, max_tokens=8).tokens
+    assert third.tokens == alone(longer, sampling(max_tokens=8)).tokens
 
 
 def test_equal_prompts_that_arrive_together() -> None:  # A03
@@ -36,7 +31,7 @@ def test_equal_prompts_that_arrive_together() -> None:  # A03
     requests = [[*prompt(40), *tail] for tail in tails]
     found = generate(make_engine(), *((token_ids, sampling(max_tokens=12)) for token_ids in requests))
     for token_ids, choice in zip(requests, found, strict=True):
-        assert choice.tokens == alone(token_ids, max_tokens=12).tokens
+        assert choice.tokens == alone(token_ids, sampling(max_tokens=12)).tokens
     assert [choice.num_cached_tokens for choice in found] == [0, 40, 39]
 
 
@@ -86,4 +81,4 @@ def test_blocks_that_were_never_written_are_not_found(leave: Callable[[Engine], 
     collector.run()
     (choice,) = collector.all("same")
     assert choice.num_cached_tokens == computed
-    assert choice.tokens == alone(prompt(400)).tokens
+    assert choice.tokens == alone(prompt(400), sampling()).tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engines import Collector, generate, make_engine, prompt, sampling
+from engines import Collector, alone, make_engine, prompt, sampling
 
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import RequestError
@@ -33,7 +33,7 @@ def test_a_pinned_prefix_does_not_change_the_output() -> None:
     flood(engine)
     choice = generate_busy(engine, [*PINNED, 9]).all("0")[0]
     assert choice.num_cached_tokens == 96
-    assert choice.tokens == generate(make_engine(enable_prefix_caching=False), ([*PINNED, 9], sampling()))[0].tokens
+    assert choice.tokens == alone([*PINNED, 9], sampling()).tokens
 
 
 def test_pinning_twice_computes_once_and_a_full_queue_does_not_matter() -> None:

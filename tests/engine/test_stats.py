@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from engines import Collector, make_engine, prompt, sampling
-from prometheus_client.parser import text_string_to_metric_families
+from exposition import samples
 from simulated_run import LinearCost
 
 from llmsched.engine.core import Engine
@@ -15,10 +15,7 @@ from llmsched.engine.scheduler.token_budget import LEAST_PREFILL
 
 
 def metric(engine: Engine, name: str) -> float:
-    """Return the only sample of that name."""
-    families = text_string_to_metric_families(engine.metrics.render().decode())
-    (value,) = (s.value for f in families for s in f.samples if s.name == f"llmsched:{name}")
-    return float(value)
+    return samples(engine.metrics)[f"llmsched:{name}"]
 
 
 def thrash(engine: Engine) -> Collector:

@@ -162,6 +162,11 @@ def generate_all(engine: Engine, *requests: tuple[list[int], SamplingParams]) ->
     return [collector.all(str(index)) for index in range(len(requests))]
 
 
+def alone(token_ids: list[int], params: SamplingParams, arch: str = "llama") -> Choice:
+    """Return the request's output from a separate engine without prefix cache and with enough blocks."""
+    return generate(make_engine(arch, enable_prefix_caching=False), (token_ids, params))[0]
+
+
 def assert_idle(engine: Engine) -> None:
     """Assert that the engine has no work, and that every block is free or cached."""
     engine.check_integrity()
