@@ -90,16 +90,15 @@ def choose_tiling(
     block_d, block_v = padded(head_dim), padded(value_dim)
     row_bytes = max(block_d, block_v) * item_size
     if item_size == 4:  # full float32 products run on CUDA cores, not tensor cores, and read registers
-        block_m, block_n = 16, 32 if row_bytes <= 1024 else 16
-        num_warps, num_stages = 4 if row_bytes <= 512 else 8, 1
-    else:  # three stages: block ids, keys and values, products
-        block_m, block_n = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
-        num_warps, num_stages = 8, 3
-        if decodes:
-            block_m, num_warps = 16, 4 if group <= 32 else 8
-        elif row_bytes == 256 and capability < 90:  # with 64 keys, registers would spill
-            block_n = 32
-    return Tiling(max(block_m, padded(group)), block_n, block_d, block_v, num_warps, num_stages)
+        block_m, block_n = max(16, padded(group)), 32 if row_bytes <= 1024 else 16
+        return Tiling(block_m, block_n, block_d, block_v, num_warps=4 if row_bytes <= 512 else 8, num_stages=1)
+    block_m, block_n = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
+    block_m = max(16 if decodes else block_m, padded(group))
+    # Registers of the largest tiles would spill. Hopper's products read one factor from shared memory.
+    if block_m * row_bytes > (1 << 15) or (block_m * block_n * row_bytes == 1 << 21 and capability < 90):
+        block_n = max(16, block_n // 2)
+    num_warps = 4 if decodes and block_m <= 32 else 8
+    return Tiling(block_m, block_n, block_d, block_v, num_warps, num_stages=3)  # block ids, keys and values, products
 
 
 def list_work(

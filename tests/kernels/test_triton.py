@@ -43,7 +43,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 60
+    assert len(differences) == 61
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     assert differences["write_kv"] == differences["sample"] == 0
@@ -65,8 +65,9 @@ def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def attention_kernel(arch: int, dtype: str, head_dim: int, *, decodes: bool, **options: Any) -> Any:
-    group, kv_heads = 4, 8
+def attention_kernel(
+    arch: int, dtype: str, head_dim: int, *, decodes: bool, group: int = 4, kv_heads: int = 8, **options: Any
+) -> Any:
     tiling = choose_tiling(
         capability=arch,
         decodes=decodes,
@@ -141,6 +142,9 @@ def test_attention_compiles_within_the_gpus_limits(
         {"head_dim": 64, "decodes": True, "WINDOW": 128, "SINKS": True},  # gpt-oss
         {"head_dim": 64, "decodes": False, "SLOPES": True},  # BLOOM
         {"head_dim": 512, "decodes": False},
+        {"head_dim": 128, "decodes": False, "SLOPES": True},  # MPT
+        {"head_dim": 64, "decodes": True, "group": 71, "kv_heads": 1},  # Falcon
+        {"head_dim": 128, "decodes": True, "group": 128, "kv_heads": 1},
     ],
     ids=str,
 )

@@ -86,6 +86,25 @@ def write_difference() -> float:
     return max(float((a.float() - b.float()).abs().max()) for a, b in zip(caches, expected, strict=True))
 
 
+def large_cache_difference() -> float:
+    """Write and attend to blocks behind 2^31 numbers. The system provides memory only for what is touched."""
+    num_blocks = 2**31 // (16 * 64) + 4
+    cache = torch.empty(num_blocks, 1, 16, 64, dtype=torch.float16)
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(20, heads, 64, generator=generator).half() for heads in (2, 1))
+    tables = torch.tensor([[num_blocks - 1, num_blocks - 3]], dtype=torch.int32)
+    positions = torch.arange(20)
+    slots = tables[0][positions // 16].long() * 16 + positions % 16
+    ops.write_kv(key, key, cache, cache, slots)
+    lengths = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    with patch.object(ops, "find_gpu", lambda device: tiling.Gpu(1, 90)):
+        actual = ops.paged_attention(query, cache, cache, tables, *lengths, scale=0.125)
+    expected = reference.paged_attention(query, cache, cache, tables, *lengths, scale=0.125)
+    written = cache[tables[0].long()].flatten(0, 2)[:20]
+    assert torch.equal(written, key[:, 0])
+    return float((actual.float() - expected.float()).abs().max())
+
+
 def sampling_differences() -> int:
     """Return how many rows get another token than by the reference."""
     generator = torch.Generator().manual_seed(3)
@@ -119,6 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mend_the_interpreter()
     differences = {"write_kv": write_difference(), "sample": sampling_differences()}
+    differences["large cache, float16"] = large_cache_difference()
     for case in SHAPES:
         differences[f"{case}, float32"] = attention_difference(case, torch.float32)
         if case.name in SPLIT:
