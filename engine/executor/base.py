@@ -1,4 +1,4 @@
-"""Interface between the scheduler, which makes StepPlans, and an executor, which turns each into a StepResult."""
+"""Interface between a scheduler, which plans steps, and an executor, which computes the steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from llmsched.engine.request import Sequence, TokenLogprob
 
 
 class ScheduledRow(NamedTuple):
-    """Part of a sequence that a step computes: the tokens `sequence.token_ids[start : start + num_tokens]`.
-
-    The row may end with the sequence's pending token (see `Sequence`), whose id is not in `token_ids` yet.
-    """
+    """Tokens of one sequence that a step computes: token_ids[start : start + num_tokens]."""
 
     sequence: Sequence
     start: int
-    num_tokens: int
+    num_tokens: int  # the last token may be pending: sampled, but not in `token_ids` yet
     #: The KV of position p in layer group g is in block block_table[g, p // block_size].
     block_table: npt.NDArray[np.int32]
     sample: bool  # True if the row ends the sequence, and a token is sampled from its last logits
@@ -30,10 +27,10 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Plan of one packed forward pass of prefill chunks and decodes, with at most one row per sequence.
+    """Plan of one forward pass over a batch of prefill chunks and decodes, with at most one row per sequence.
 
-    Before the pass, the executor copies blocks: first `swap_out`, then `copies`, then `swap_in`. Within each list, no
-    block is written twice or read after it was written.
+    Before the pass, the executor copies the blocks in `swap_out`, then in `copies`, then in `swap_in`. Within each
+    list, no block is written twice, and no block is read after it was written.
     """
 
     rows: ListLike[ScheduledRow]
@@ -49,13 +46,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class RowResult:
-    """Result of one ScheduledRow. An `error` ends only this sequence."""
-
     token_id: int | None = None  # None if no token was sampled
     logprob: TokenLogprob | None = None
     #: If requested, for the prompt tokens among start + 1 to start + num_tokens.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    error: str | None = None
+    error: str | None = None  # ends only this sequence
     caused_by_request: bool = False  # False if the model caused the error
 
 
@@ -73,28 +68,27 @@ Pending: TypeAlias = Any
 
 
 class Executor(ABC):
-    """Base of objects that compute steps. They know nothing of priorities, queues, text and sockets.
+    """Base of objects that compute steps, in the order in which the steps are launched."""
 
-    An executor computes steps, with their copies, in the order in which they are launched. So the caller may give a
-    block to another request while a launched step still uses it, because the steps of that request are computed later.
-    """
+    # Because steps are computed in order, the caller may give a block to another request while a launched step still
+    # uses the block.
 
     #: A step may be launched before the previous one was collected, and may read its pending tokens.
     looks_ahead: bool = False
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> Pending:
-        """Start to compute a step. Wait for its result only if `looks_ahead` is False.
+        """Start to compute a step. Wait for the result only if `looks_ahead` is False.
 
-        After an exception for which `is_out_of_memory` returns True, here or in `collect`, the executor must be able to
-        compute another plan. Any other exception stops the engine.
+        After an out-of-memory error here or in `collect`, the executor must be able to compute another plan. Any other
+        error stops the engine.
         """
 
     @abstractmethod
     def collect(self, pending: Pending) -> StepResult:
         """Wait for the result of a launched step. An error of a single row is reported in its RowResult.
 
-        Steps are collected in the order of their launches. A step may be left uncollected if its result is not needed.
+        Steps are collected in the order of their launches. A step whose result is not needed may be left uncollected.
         """
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -102,7 +96,7 @@ class Executor(ABC):
 
 
 class SynchronousExecutor(Executor):
-    """Base of executors that implement `execute` and never look ahead."""
+    """Base of executors that compute a step during its launch."""
 
     def launch(self, plan: StepPlan) -> StepResult:
         return self.execute(plan)
@@ -115,7 +109,7 @@ class SynchronousExecutor(Executor):
 
 
 class ObservedExecutor(Executor):
-    """Executor that passes plans on to `executor`, and calls `observe` with each plan and its result."""
+    """Wrapper of an executor that calls `observe` with each plan and the plan's result."""
 
     def __init__(self, executor: Executor, observe: Callable[[StepPlan, StepResult], None]) -> None:
         self.looks_ahead = executor.looks_ahead

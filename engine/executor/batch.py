@@ -1,4 +1,4 @@
-"""Conversion of a step's rows to flat arrays, without padding and without a Python loop over tokens."""
+"""Conversion of the rows of a step to flat arrays."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PackedBatch:
 def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None) -> PackedBatch:
     """Pack one or more rows into a PackedBatch.
 
-    With `size`, rows of one token are added until there are `size` rows. They have a context of 1 token and the slot
-    -1, so that their KV is not written.
+    With `size`, padding rows are added until there are `size` rows. A padding row has one token, a context of one token
+    and the slot -1, so that its KV is not written.
     """
     padding = 0 if size is None else size - len(rows)
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -86,9 +86,9 @@ def num_prompt_predictions(row: ScheduledRow) -> int:
 
 
 def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
-    """Split a step into parts, each with at most max_predictions tokens that predict prompt tokens.
+    """Split a step into parts with at most `max_predictions` tokens each that predict prompt tokens.
 
-    A part is a list of (index in `rows`, row or piece of that row). The pieces of a row come in order, and only the
+    A part is a list of (index in `rows`, row or piece of this row). The pieces of a row come in order, and only the
     last piece may sample.
     """
     part: list[tuple[int, ScheduledRow]] = []

@@ -1,4 +1,4 @@
-"""Memory of the arrays that a step sends to the device, and copies between host and device that nothing waits for."""
+"""Memory for the arrays of a step, and asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _TYPES = {
 
 
 class StepBuffers:
-    """Block of `num_bytes` bytes on the device for the arrays of one step, filled by one copy from the host.
+    """Memory on the device for the arrays of one step, which a single copy from the host fills.
 
-    `begin` starts a step, `put` writes its arrays to host memory, and `upload` copies them to the device. Arrays with
-    equal shapes that are put in the same order have the same addresses in every step. An array that does not fit gets
-    memory of its own.
+    `begin` starts a step, `put` writes an array to host memory, and `upload` copies all arrays to the device. Arrays
+    with equal shapes that are put in the same order have the same addresses in every step. An array that does not fit
+    into `num_bytes` gets memory of its own.
     """
 
     # There are two host blocks, used in turn, so that a step can be written while the copy of the step before it is
@@ -51,7 +51,7 @@ class StepBuffers:
         self.num_used = 0
 
     def begin(self) -> None:
-        """Start a step. On a GPU, wait for the last copy from the host block that this step uses."""
+        """Start a step. On a GPU, wait until the host memory for this step is free."""
         self._turn = 1 - self._turn
         self.num_used = 0
         self._large = []
@@ -82,13 +82,13 @@ class StepBuffers:
 
 
 def step_bytes(num_tokens: int, num_seqs: int, max_context: int, num_groups: int, block_size: int) -> int:
-    """Return the bytes of the arrays of the largest step, with room for the work lists of attention."""
+    """Return the bytes that the arrays of the largest step take."""
     tables = 4 * num_groups * num_seqs * -(-max_context // block_size)
     return tables + num_tokens * (64 + 8 * num_groups) + num_seqs * 128 + WORK_BYTES
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Copy an array to `device`. Copies to a GPU start from pinned memory, so the CPU does not wait for them."""
+    """Copy an array to `device`. The CPU does not wait for copies to a GPU."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -96,7 +96,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 class HostCopy:
-    """Copy of a tensor in host memory. A copy from a GPU begins here, in stream order."""
+    """Copy of a tensor in host memory. On a GPU, `wait` must be called before the copy is read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._written = tensor, None

@@ -1,4 +1,4 @@
-"""Models of the time of a step, computed from its StepShape. Roofline models are in roofline.py."""
+"""Models that predict the time of a step from its StepShape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_STEPS = 16
 
 
 class StepShape(NamedTuple):
-    """Quantities on which the time of a step depends. A ScheduledRow of one token is a decode, any other a prefill."""
+    """Quantities on which the time of a step depends. A row of one token is a decode, any other row a prefill."""
 
     prefill_tokens: int
     decode_seqs: int
@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
 
 
 def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
-    """Return the shape of a step. `window` is the model's sliding window in tokens (None: no sliding window)."""
+    """Return the shape of a step of a model with sliding windows of `window` tokens (None: without windows)."""
     tokens = decodes = sampled = decode_kv = prefill_kv = pairs = 0
     window_decode_kv = window_prefill_kv = window_pairs = 0
     for _, start, count, _, sample in plan.rows:
@@ -68,7 +68,7 @@ def _pairs(start: int, count: int) -> int:
 
 
 class StepCost(Protocol):
-    """Interface for predicting the time of a step. `window` is the sliding window in tokens (None: no window)."""
+    """Interface of models that predict the time of a step."""
 
     @property
     def window(self) -> int | None: ...
@@ -77,7 +77,7 @@ class StepCost(Protocol):
 
 
 class FittedCost(NamedTuple):
-    """StepCost with coefficients, in seconds per unit, that were fitted to measured steps:
+    """StepCost that was fitted to measured steps. The coefficients are in seconds per unit:
 
     seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
               + decode_kv x KV tokens that decodes read
@@ -110,9 +110,9 @@ LINEAR = FittedCost._fields[1:-1]
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the numbers by which FittedCost multiplies its coefficients, in the order of LINEAR.
+    """Return the quantities by which FittedCost multiplies its coefficients, in the order of LINEAR.
 
-    The numbers for sliding-window layers come last, and are left out if `windowed` is False.
+    If `windowed` is False, the quantities of sliding-window layers, which are last, are left out.
     """
     prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
     plain = (1.0, math.hypot(knee, prefill_tokens + decodes), sampled, decodes, kv - prefill_kv, pairs, prefill_kv)
@@ -120,7 +120,7 @@ def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
 
 
 class StepTimeModel:
-    """Model of the time of a step, fitted by least squares while the engine serves; older steps count less:
+    """Model of the time of a step, which is fitted to the steps of the running engine by least squares:
 
     seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens
     """
@@ -138,7 +138,6 @@ class StepTimeModel:
         return self.num_steps >= MIN_STEPS
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        """Add one step that took `seconds` to the fit."""
         x = self._terms(shape)
         self._gram = self._gram * self._forget + np.outer(x, x)
         self._moment = self._moment * self._forget + x * seconds
@@ -150,9 +149,10 @@ class StepTimeModel:
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
-        """Return how many prefill tokens fit into a step of `seconds` that also decodes `decode_seqs` sequences.
+        """Return how many prefill tokens a step can compute within `seconds`, in addition to its decodes.
 
-        `kv_tokens` is the number of KV tokens that these decodes read. Returns 0 if the decodes alone take that long.
+        The decodes are `decode_seqs` sequences that together read `kv_tokens` tokens of KV. Returns 0 if the decodes
+        alone take `seconds` or more.
         """
         fit = self._fit()
         left = seconds - self.predict(StepShape(0, decode_seqs, kv_tokens))
@@ -165,7 +165,7 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Return the four coefficients, all at least 0."""
+        """Return the four coefficients of the formula, none below 0."""
         # The fit is repeated without the term of the most negative coefficient until no coefficient is negative.
         if self._coefficients is None:
             active = [0, 1, 2, 3]

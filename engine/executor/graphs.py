@@ -1,7 +1,7 @@
-"""CUDA graphs of the forward pass of decodes: the launches of a pass are recorded once and replayed as one launch.
-
-A graph has a fixed number of rows, and each row has one token. A step of decodes is padded to the next larger graph.
-"""
+"""CUDA graphs of forward passes that compute only decodes."""
+# The launches of a pass are recorded once and replayed as one launch. A graph has a fixed number of rows, and each row
+# has one token. A step of decodes is padded to the next larger graph.
+#
 # What a graph reads must have the same addresses in every step (see StepBuffers). Its logits do too, so they must be
 # used before the next replay. All graphs share one pool of memory, because they never run at the same time.
 
@@ -55,8 +55,6 @@ def _is_mask(index: torch.Tensor | None) -> bool:
 
 
 class ModelInputs(NamedTuple):
-    """Arguments of `PagedModel.forward`."""
-
     input_ids: torch.Tensor
     positions: torch.Tensor
     context: PagedContext
@@ -66,8 +64,6 @@ class ModelInputs(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Recorded pass."""
-
     replay: Callable[[], None]  # queues the work of the pass again
     output: torch.Tensor  # has the results after a replay
 
@@ -77,7 +73,7 @@ Recorder = Callable[[Callable[[], torch.Tensor]], Recording]
 
 
 def cuda_recorder(stream: torch.cuda.Stream) -> Recorder:
-    """Return a recorder for work on `stream`. All its recordings share one memory pool."""
+    """Return a Recorder that captures CUDA graphs on `stream`. All these graphs share one memory pool."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(run: Callable[[], torch.Tensor]) -> Recording:
@@ -97,8 +93,6 @@ def cuda_recorder(stream: torch.cuda.Stream) -> Recorder:
 
 
 class _Graph(NamedTuple):
-    """Graph of one size."""
-
     recording: Recording
     run: Callable[[], torch.Tensor]  # computes the recorded pass without the graph
     works: list[Any]
@@ -106,25 +100,26 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs of the passes of a model over decodes. Larger graphs should be captured first, to share memory well.
+    """Graphs of a model's forward passes over decodes, one graph for each batch size.
 
-    `tables` [G, rows, blocks] (int32) are the block tables that the graphs read. Rows and blocks are the largest
-    numbers in any step.
+    `tables` [G, rows, blocks] (int32) are the block tables that the graphs read. They must be large enough for every
+    step.
     """
 
     def __init__(self, model: PagedModel, tables: torch.Tensor, record: Recorder) -> None:
         self._model, self._tables, self._record = model, tables, record
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _Graph] = {}  # by number of rows
         #: Numbers of rows of the graphs, in ascending order.
         self.sizes: list[int] = []
 
     def size_for(self, num_rows: int) -> int | None:
-        """Return the size of the smallest graph with at least `num_rows` rows; None if there is none."""
+        """Return the size of the smallest graph with at least `num_rows` rows, or None."""
         place = bisect_left(self.sizes, num_rows)
         return self.sizes[place] if place < len(self.sizes) else None
 
     def capture(self, inputs: ModelInputs) -> None:
         """Capture a graph for inputs of this size. Raises NotCapturableError if the pass waits for the device."""
+        # Larger graphs should be captured first, so that smaller ones reuse their memory.
         size = len(inputs.input_ids)
         works = [*inputs.context.works]
         context = replace(inputs.context, block_tables=self._tables[:, :size], works=works)
@@ -138,9 +133,10 @@ class DecodeGraphs:
         self.sizes = sorted(self._graphs)
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return the logits [rows, vocab_size] of a step, which are valid until the next call.
+        """Replay the graph for inputs of this size. Return logits [rows, vocab_size].
 
-        The inputs must be at the addresses of the inputs with which the graph of this size was captured.
+        The logits are valid until the next call. The inputs must have the same addresses as the inputs with which the
+        graph was captured.
         """
         graph = self._graphs[len(inputs.input_ids)]
         if inputs.fixed_bytes != graph.fixed_bytes:
@@ -151,7 +147,7 @@ class DecodeGraphs:
         return graph.recording.output
 
     def check(self, inputs: ModelInputs) -> None:
-        """Raise NotCapturableError if a graph computes other logits than the same pass without a graph."""
+        """Raise NotCapturableError if the graph and the same pass without a graph compute different logits."""
         found = self.run(inputs)[[0, -1]].float()
         expected = self._graphs[len(inputs.input_ids)].run()[[0, -1]].float()
         if (found - expected).norm() > TOLERANCE * expected.norm():

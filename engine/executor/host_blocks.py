@@ -22,7 +22,7 @@ Pairs = ListLike[tuple[int, int]]
 
 
 class HostBlocks:
-    """Pool of `num_blocks` blocks in host memory, in the cache's data type."""
+    """Blocks in host memory, to which KV blocks can be swapped."""
 
     # On a GPU, the host memory is page-locked and copies run on a separate stream. Copies start after all work that is
     # already queued on the compute stream, and work that is queued there later waits for the copies.
@@ -50,7 +50,7 @@ class HostBlocks:
         self._layers = list(zip(tensors, parts, strict=True))
 
     def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks of the cache to host blocks. `pairs` are (block, host block)."""
+        """Copy blocks of the cache to host blocks, for each pair (block, host block)."""
         blocks, host_blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         with self._timed():
             for part in _runs(host_blocks):
@@ -59,7 +59,7 @@ class HostBlocks:
                     host[first : first + len(indices)].copy_(tensor[indices], non_blocking=True)
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy host blocks to blocks of the cache. `pairs` are (host block, block)."""
+        """Copy host blocks to blocks of the cache, for each pair (host block, block)."""
         host_blocks, blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         with self._timed():
             for part in _runs(host_blocks):
@@ -74,7 +74,6 @@ class HostBlocks:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Measure the time of the copies in the `with` block. On a GPU, run them on the separate stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
@@ -89,7 +88,7 @@ class HostBlocks:
 
 
 def _runs(host_blocks: np.ndarray) -> Iterator[slice]:
-    """Yield slices of `host_blocks` with consecutive ids, each of at most MAX_GATHERED blocks."""
+    """Yield slices of `host_blocks` that contain consecutive ids, each of at most MAX_GATHERED blocks."""
     start = 0
     for end in range(1, len(host_blocks) + 1):
         if end == len(host_blocks) or host_blocks[end] != host_blocks[end - 1] + 1 or end - start == MAX_GATHERED:

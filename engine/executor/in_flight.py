@@ -1,4 +1,4 @@
-"""Parts of a step on their way through TorchExecutor: packed, launched, and collected."""
+"""Parts of a step that TorchExecutor has packed or launched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmsched.engine.request import Sequence
 
 
 class SampledTokens:
-    """Ids of the tokens that one step samples, on the device. The sequences are known before their ids."""
+    """Tokens that one step samples. Their ids stay on the device, so that the next step can read them there."""
 
     def __init__(self) -> None:
         self._places: dict[Sequence, int] = {}
@@ -31,11 +31,11 @@ class SampledTokens:
             self._places[sequence] = len(self._places)
 
     def add_ids(self, token_ids: torch.Tensor) -> None:
-        """Add the ids [N] of the next N sequences, in the order in which the sequences were added."""
+        """Add the ids [N] of the next N sequences, in the order of `add_sequences`."""
         self._ids.append(token_ids)
 
     def places(self, sequences: ListLike[Sequence]) -> npt.NDArray[np.int64]:
-        """Return the indices in `ids` of the tokens that continue `sequences`."""
+        """Return the index in `ids()` of the token of each sequence."""
         return np.array([self._places[sequence] for sequence in sequences], dtype=np.int64)
 
     def ids(self) -> torch.Tensor:
@@ -56,7 +56,7 @@ class PackedPart(NamedTuple):
 
 
 class LaunchedPart(NamedTuple):
-    """Part of a launched step (see `split`)."""
+    """Part of a step (see `split`) that the device may still be computing."""
 
     indices: ListLike[int]  # numbers of the rows in the step
     sampling_rows: list[int]  # rows of the part that sample

@@ -14,12 +14,12 @@ from llmsched.engine.request import Sequence
 
 
 def bars_stop(sequence: Sequence) -> bool:
-    """Return True if the sequence has fewer than min_tokens output tokens, so that it must not end yet."""
+    """Return True if the sequence must not end yet because of min_tokens."""
     return sequence.num_output_tokens < sequence.sampling.min_tokens
 
 
 class SeenTokens:
-    """Distinct ids in one sequence's prompt and output, sorted, with the number of times each occurs in the output."""
+    """Sorted distinct token ids of one sequence, and the number of times that each id occurs in the output."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
@@ -98,9 +98,9 @@ class LogitEditor:
 def locate(
     device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return an index into a matrix that selects the entries (rows[i], id) for each id in ids[i].
+    """Return a matrix index that selects the entries (rows[i], id) for each id in ids[i]. None: there are no entries.
 
-    The index is a pair of tensors on `device`, or None if all ids[i] are empty. Entries must be distinct.
+    The index is a pair of tensors on `device`. The entries must be distinct.
     """
     lengths = [len(each) for each in ids]
     if not sum(lengths):

@@ -22,7 +22,7 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
-    """Return the keys of N pairs (seed, position) as an array [2, N]: two 32-bit words per pair.
+    """Return the Philox keys of N pairs (seed, position), as two 32-bit words each, [2, N].
 
     Seeds are taken modulo 2**64 and may be negative. Positions must be 0 or more.
     """
@@ -35,7 +35,7 @@ def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
 def philox4x32(
     c0: UInt64, c1: UInt64, c2: UInt64, c3: UInt64, k0: UInt64, k1: UInt64
 ) -> tuple[UInt64, UInt64, UInt64, UInt64]:
-    """Return the Philox4x32-10 output for the counters (c0..c3) and keys (k0, k1), elementwise in words of 32 bits."""
+    """Return the Philox4x32-10 output for counters (c0..c3) and keys (k0, k1), elementwise in words of 32 bits."""
     for _ in range(_ROUNDS):
         product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = (

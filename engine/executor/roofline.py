@@ -26,9 +26,9 @@ from llmsched.profiles.gpus import GpuSpec
 
 
 class Roofline:
-    """StepCost of one language model on one GPU, for one kind of engine, such as vLLM.
+    """StepCost of a language model on a GPU, for a kind of engine such as vLLM.
 
-    Raises ConfigError for a `dtype` of activations that the GPU cannot multiply.
+    Raises ConfigError for a `dtype` that the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -56,7 +56,7 @@ class Roofline:
         self._swap = 1 / (gpu.host_bandwidth * 0.8)  # copies from page-locked memory reach 80 % of the link's rate
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the time of a step in seconds, as an array if the fields of `shape` are arrays of one length."""
+        """Return the time of a step in seconds. If the fields of `shape` are arrays, the result is an array as well."""
         prefill_tokens, decodes, kv, prefill_kv, pairs, window_kv, window_prefill_kv, window_pairs, sampled = shape
         tokens = prefill_tokens + decodes
         (a, b), (c, d) = self._dense, self._head
@@ -71,21 +71,18 @@ class Roofline:
         return seconds + _both(q * kv + wq * window_kv, full * kv + windowed * window_kv)
 
     def swap_seconds(self, num_bytes: int) -> float:
-        """Return the seconds that a copy of `num_bytes` of KV to or from host memory takes."""
+        """Return the seconds that copying `num_bytes` of KV to or from host memory takes."""
         return num_bytes * self._swap
 
 
 def _both(arithmetic: float, reading: float) -> float:
-    """Return the seconds that arithmetic and reading take together; they overlap in part."""
+    """Return the seconds that arithmetic and reading take together, if they partly overlap."""
     total: float = (arithmetic * arithmetic + reading * reading) ** 0.5
     return total
 
 
 def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithmetic) -> float:
-    """Return the operations per second that matrix products reach.
-
-    Raises ConfigError for a dtype that the GPU cannot multiply.
-    """
+    """Return the operations per second that matrix products reach. Raises ConfigError for an unsupported `dtype`."""
     if arithmetic != "bf16" and gpu.fp8_flops:
         return gpu.sustained * gpu.fp8_flops * (share.matrix_fp8 if arithmetic == "fp8" else share.matrix_fp8_block)
     flops = {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops, "float32": gpu.fp32_flops}.get(dtype, 0.0)
@@ -97,18 +94,12 @@ def _matrix_rate(gpu: GpuSpec, share: Efficiency, dtype: str, arithmetic: Arithm
 def _seconds(
     matrices: Matrices, rates: dict[Arithmetic, float], bandwidth: float, share: float = 1.0
 ) -> tuple[float, float]:
-    """Return the seconds of arithmetic per token, and the seconds to read all the weights once.
-
-    `share` is the share of the matrix rate that these products reach. `bandwidth` is in bytes/s.
-    """
+    """Return the seconds of arithmetic per token, and the seconds to read all the weights once."""
     return 2 * matrices.numbers / (rates[matrices.arithmetic] * share), matrices.size / bandwidth
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Return two sums of values: of the layers with full attention, and of the layers with a sliding window.
-
-    `parts` has one pair (has a sliding window, value) per kind of layer.
-    """
+    """Return the sum of the values of full-attention layers, and the sum of the values of sliding-window layers."""
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

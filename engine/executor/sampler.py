@@ -1,4 +1,4 @@
-"""Sampling of the next token from each row of logits. Each row has its own parameters and does not affect others."""
+"""Sampler of the next tokens. Each row of logits has its own parameters and does not affect other rows."""
 # Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens and penalties change the logits
 # (penalties.py). Then `sample` (kernels/reference.py) takes the best token of a greedy row, and draws from the other
 # rows. The key of a draw is (sequence.seed, number of output tokens so far). So the draw does not depend on other rows,
@@ -53,11 +53,11 @@ class PendingSample:
 
 
 class Sampler:
-    """Sampler of the next tokens of sequences. It holds fp32 copies of at most `rows_at_once` rows at a time."""
+    """Sampler of the next tokens of sequences."""
 
     def __init__(self, rows_at_once: int = 1 << 31) -> None:
         self._editor = LogitEditor()
-        self._rows_at_once = rows_at_once
+        self._rows_at_once = rows_at_once  # limits the memory of fp32 copies of logits
 
     def forget(self, request_ids: Iterable[str]) -> None:
         self._editor.forget(request_ids)
@@ -65,10 +65,11 @@ class Sampler:
     def enqueue(
         self, logits: torch.Tensor, sequences: ListLike[Sequence], parameters: torch.Tensor | None = None
     ) -> PendingSample:
-        """Start to sample a token for each row of logits [R, V], which may be overwritten.
+        """Start to sample a token for each row of logits [R, V]. The logits may be overwritten.
 
-        Row i continues sequences[i]. A row whose best logit is not finite will get an `error`. The ids in logit_bias
-        must be below V. `parameters` is `parameters_of(sequences)` if that is on the device already.
+        Row i continues sequences[i]. The result of a row whose best logit is not finite is an error. Ids in logit_bias
+        must be below V. `parameters` is a copy of `parameters_of(sequences)` on the device. None: the sampler makes the
+        copy.
         """
         if parameters is None:
             parameters = to_device(parameters_of(sequences), logits.device)
@@ -84,7 +85,6 @@ class Sampler:
     def _enqueue_part(
         self, logits: torch.Tensor, parameters: torch.Tensor, sequences: ListLike[Sequence]
     ) -> tuple[torch.Tensor, PendingLogprobs | None]:
-        """Return the outcomes of some rows (see `result_of`), and the requested log-probabilities, if any."""
         with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         rows = to_device(np.array(with_logprobs, dtype=np.int64), logits.device)
         raw = torch.log_softmax(logits[rows].float(), dim=1) if with_logprobs else None
@@ -103,7 +103,7 @@ class Sampler:
 
 
 def result_of(outcome: int) -> RowResult:
-    """Return the result of a row. `outcome` is its token id, or the reason why it has none (NOT_FINITE, BARRED)."""
+    """Convert an outcome to a RowResult. An outcome is a token id, NOT_FINITE or BARRED."""
     if outcome == NOT_FINITE:
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
     if outcome == BARRED:
@@ -113,7 +113,7 @@ def result_of(outcome: int) -> RowResult:
 
 
 def parameters_of(sequences: ListLike[Sequence]) -> npt.NDArray[np.float64]:
-    """Return the array [6, S] that `reference.sample` takes as `parameters`, for the next tokens of S sequences."""
+    """Return the parameters of `reference.sample` for the next tokens of S sequences, as an array [6, S]."""
     samplings = [sequence.sampling for sequence in sequences]
     parameters = np.zeros((len(SamplingParameter), len(sequences)))
     settings = [(0.0 if is_greedy(s) else s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
@@ -125,9 +125,9 @@ def parameters_of(sequences: ListLike[Sequence]) -> npt.NDArray[np.float64]:
 
 
 class PendingLogprobs:
-    """Log-probabilities of N tokens, selected on the device from logprobs [N, V] (fp32) and copied to the host.
+    """Log-probabilities that are being copied to the host: for row i, of token_ids[i] and of the counts[i] best tokens.
 
-    Row i has the log-probabilities of token_ids[i] and of the counts[i] best tokens.
+    `logprobs` is [N, V] (fp32), and `token_ids` is [N].
     """
 
     def __init__(self, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> None:
@@ -147,9 +147,9 @@ class PendingLogprobs:
 def enqueue_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
 ) -> list[PendingLogprobs]:
-    """Start to compute the log-probabilities of `token_ids` [N] and of the `counts` best tokens of logits [N, V].
+    """Start to compute log-probabilities: for row i of logits [N, V], of token_ids[i] and of the counts[i] best tokens.
 
-    Each part of the result has at most rows_at_once rows.
+    Each part of the result has at most `rows_at_once` rows.
     """
     return [
         PendingLogprobs(torch.log_softmax(logits[part].float(), dim=1), token_ids[part], counts[part])
@@ -158,5 +158,4 @@ def enqueue_logprobs(
 
 
 def collect_logprobs(parts: ListLike[PendingLogprobs]) -> list[TokenLogprob]:
-    """Return the log-probabilities of all parts, one after the other."""
     return [found for part in parts for found in part.collect()]

@@ -1,4 +1,4 @@
-"""Executor without a language model: takes the times of steps from a StepCost and advances a virtual clock."""
+"""Executor that simulates steps: a StepCost predicts their times, and a virtual clock advances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmsched.engine.request import Sequence
 
 
 class VirtualClock:
-    """Clock whose time is the attribute `now`, in seconds, which other objects set."""
+    """Clock whose time `now`, in seconds, is set by other objects."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,7 +23,7 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedExecutor(SynchronousExecutor):
-    """Executor that makes up tokens and advances `clock` by the time that `cost` predicts for each step."""
+    """Executor that invents tokens, and advances `clock` by the time that `cost` predicts for each step."""
 
     cost: StepCost
     clock: VirtualClock

@@ -8,10 +8,10 @@ import torch
 
 
 class Stopwatch:
-    """Stopwatch that runs from its construction until `stop` is called.
+    """Stopwatch that runs from its construction until the call of `stop`.
 
-    On a GPU, it measures the work that is queued on the current stream between start and stop. The time for which this
-    work waits in the queue does not count.
+    On a GPU, the stopwatch measures the work that is queued on the current stream between these two moments. The time
+    that the work waits in the queue does not count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class Stopwatch:
         self._mark()
 
     def seconds(self) -> float:
-        """Return the measured time in seconds. On a GPU, first wait for the end of the work."""
+        """Return the measured time in seconds. On a GPU, first wait until the work has ended."""
         if not self._events:
             return self._seconds
         start, end = self._events

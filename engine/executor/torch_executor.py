@@ -40,10 +40,10 @@ _GREEDY = SamplingParams(temperature=0)
 
 
 class TorchExecutor(Executor):
-    """Executor of one model and its KV cache on one device. Not thread-safe: only the engine thread may call it.
+    """Executor that runs one model on one device. Not thread-safe: only the engine thread may call it.
 
-    Raises ModelError if the engine would not compute the same logits as transformers, if the model does not support
-    max_model_len tokens, or if its layers do not suit the layout.
+    Raises ModelError if the engine cannot compute the model exactly, if the model does not support max_model_len
+    tokens, or if `layout` does not suit the layers.
     """
 
     # On a GPU it looks ahead: a step reads the ids of pending tokens on the device, so its launch need not wait until
@@ -132,7 +132,6 @@ class TorchExecutor(Executor):
         return LaunchedStep(len(plan.rows), parts, stopwatch, copies)
 
     def collect(self, pending: LaunchedStep) -> StepResult:
-        """Wait for the results of a step. `elapsed` is the device's time for it, without waiting in the queue."""
         results = [RowResult() for _ in range(pending.num_rows)]
         for part in pending.parts:
             for index, found in zip(part.indices, part.collect(), strict=True):
@@ -145,7 +144,7 @@ class TorchExecutor(Executor):
         return StepResult(results, elapsed, sum(stopwatch.seconds() for stopwatch in pending.copies))
 
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
-        """Compute the rows like `execute`, but without sampling. Return the logits [T, vocab_size] of every token."""
+        """Compute rows without sampling. Return the logits [T, vocab_size] of all their tokens."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             _, inputs = self._pack(rows, every_token=True)
             self._buffers.upload()
@@ -161,7 +160,6 @@ class TorchExecutor(Executor):
             torch.cuda.empty_cache()
 
     def _pack_part(self, part: ListLike[tuple[int, ScheduledRow]], previous: SampledTokens) -> PackedPart:
-        """Put the arrays of a part into the StepBuffers. Nothing is queued on the device."""
         indices, rows = zip(*part, strict=True)
         decodes = all(row.sample and row.num_tokens == 1 for row in rows)
         size = self._graphs.size_for(len(rows)) if decodes and self._graphs is not None else None
@@ -180,10 +178,7 @@ class TorchExecutor(Executor):
     def _pack(
         self, rows: ListLike[ScheduledRow], size: int | None = None, *, every_token: bool = False
     ) -> tuple[PackedBatch, ModelInputs]:
-        """Put the model's inputs for these rows into new StepBuffers.
-
-        Decodes are padded to `size` rows for a graph. With `every_token`, the model computes the logits of every token.
-        """
+        # Nothing is queued on the device here: the caller uploads the arrays. `size` pads decodes for a graph.
         batch = pack(rows, self.block_size, size)
         buffers = self._buffers
         buffers.begin()
@@ -225,7 +220,6 @@ class TorchExecutor(Executor):
         return LaunchedPart(packed.indices, batch.sampling_rows, sampled, batch.prompt_counts, prompt_logprobs)
 
     def _forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Run a forward pass. Return the logits [R, vocab_size] of the inputs' `logit_rows`, or of every token."""
         if inputs.use_graph and self._graphs is not None:
             return self._graphs.run(inputs)
         return self._model.forward(inputs.input_ids, inputs.positions, inputs.context, inputs.logit_rows)
@@ -233,10 +227,10 @@ class TorchExecutor(Executor):
     def warmup(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent
     ) -> int | None:
-        """Compute the `warmup_steps`, which compiles the kernels and overwrites the cache.
+        """Compile the kernels by computing the `warmup_steps`, which overwrite the cache.
 
-        Returns the peak of the bytes allocated in addition to weights and cache, or None on a CPU, where torch does not
-        count bytes.
+        Returns the peak of the bytes that were allocated in addition to weights and cache. On a CPU, where torch does
+        not count bytes, returns None.
         """
         before, work = 0, "warming up"
         if self.device.type == "cuda":
@@ -260,10 +254,10 @@ class TorchExecutor(Executor):
     def capture(
         self, max_rows: int, max_model_len: int, progress: Progress = silent, record: Recorder | None = None
     ) -> CapturedGraphs | None:
-        """Capture a graph for each of the `graph_sizes`, which overwrites the cache. Call `warmup` first.
+        """Capture a CUDA graph for each of the `graph_sizes`, which overwrites the cache. Call `warmup` first.
 
-        Returns None on a CPU, unless `record` is given. If the model cannot be captured, a warning says why, and the
-        result is None as well: then decodes run without graphs.
+        Returns None if there are no graphs, because the device is a CPU and `record` is None, or because the model
+        cannot be captured. In the second case, a warning says why.
         """
         if record is None:
             if self._stream is None:
@@ -292,7 +286,7 @@ class TorchExecutor(Executor):
         return CapturedGraphs(len(sizes), sizes[-1], time.perf_counter() - started, num_bytes)
 
     def _decode_inputs(self, size: int, position: int) -> ModelInputs:
-        """Return inputs with one real row at `position`. All other rows are padding."""
+        """Return inputs for one invented decode at `position` and `size` - 1 rows of padding."""
         row = self._dummy_row(0, 1, position, _GREEDY)
         _, inputs = self._pack([row], size)
         self._buffers.upload()
@@ -307,17 +301,17 @@ class TorchExecutor(Executor):
         return torch.cuda.mem_get_info(self.device)[0]
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
-        """Return a plan of a step whose time is to be measured.
+        """Return a plan of invented sequences, with which the time of a step can be measured.
 
-        `rows` has (context tokens, new tokens) for each sequence. The step also swaps `num_swapped` blocks out and in
-        again. It overwrites the cache, so afterwards the engine must not serve requests.
+        `rows` has (context tokens, new tokens) for each sequence. The step also swaps `num_swapped` blocks out and in.
+        It overwrites the cache, so the engine must not serve requests afterwards.
         """
         dummies = [self._dummy_row(index, count, start, _GREEDY) for index, (start, count) in enumerate(rows)]
         pairs = [(number, number) for number in range(num_swapped)]
         return StepPlan(dummies, swap_out=pairs, swap_in=pairs)
 
     def _dummy_row(self, row: int, num_tokens: int, start: int, sampling: SamplingParams) -> ScheduledRow:
-        """Return row number `row` of a step, for an invented sequence with `start` computed tokens."""
+        """Return a row of `num_tokens` new tokens after `start` computed tokens, for an invented sequence."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

@@ -1,4 +1,4 @@
-"""Steps that an executor computes before it serves, so that no request waits for a kernel to be compiled."""
+"""Steps that an executor computes before it serves requests, so that no request waits for a kernel to be compiled."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ LONG_CONTEXT = 1024
 
 
 class WarmupStep(NamedTuple):
-    """Step of the warm-up."""
-
     name: str
     rows: list[tuple[int, int]]  # (context tokens, new tokens) of each sequence
     sampling: SamplingParams
 
 
 def warmup_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[WarmupStep]:
-    """Return steps that together compile every variant of every kernel and reach the peak of memory."""
+    """Return steps that together compile all variants of all kernels and reach the peak of memory."""
     # The first two are the step with the most tokens and the step with the most decodes that the scheduler may plan.
     # The others have one sequence: a decode and the smallest prefill, each with a short and with a long context.
     num_rows = min(max_num_seqs, max_num_batched_tokens)

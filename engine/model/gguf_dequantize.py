@@ -10,7 +10,7 @@ from llmsched.engine.model.gguf_file import Array, GGUFFile
 
 
 def dequantized(file: GGUFFile, name: str) -> Array:
-    """Return the tensor `name` as a new float32 array. Raises ModelError for a type that gguf-py does not know."""
+    """Return the tensor `name` as a new float32 array. Raises ModelError for an unknown quantisation type."""
     tensor = file.tensors[name]
     try:
         values = dequantize(tensor.data, tensor.tensor_type)

@@ -29,8 +29,6 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """Open .gguf file."""
-
     path: Path
     metadata: Mapping[str, Any]  # Python values
     tensors: Mapping[str, GGUFTensor]  # memory-mapped and still quantised
@@ -44,7 +42,7 @@ class GGUFFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require(self, key: str) -> Any:
-        """Return a metadata value like `get`. Raises ModelError if the file lacks the value."""
+        """Return a metadata value like `get`, but raise ModelError if the value is missing."""
         value = self.get(key)
         if value is None:
             raise ModelError(f"{self.path}: lacks {self.architecture}.{key}, so the model's shape is unknown")
@@ -52,7 +50,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse a .gguf file. Return the earlier result while the file's modification time and size are the same.
+    """Parse a .gguf file, or return the cached result if the file has not changed.
 
     Raises ModelError if the file is damaged, is one part of a split file, or has an unsupported architecture.
     """
@@ -102,15 +100,13 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Tensor in a .gguf file."""
-
     shape: tuple[int, ...]  # in numpy's order of dimensions
     tensor_type: GGMLQuantizationType
     data: npt.NDArray[np.uint8]  # one row of quantised bytes per row of the tensor
 
 
 def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return the metadata and the tensors, each by name. Raises ValueError or OSError for an unreadable file."""
+    """Return the metadata and the tensors of a .gguf file. Raises ValueError or OSError for an unreadable file."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     cursor = _Cursor(content)
@@ -143,7 +139,7 @@ def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Cursor:
-    """Cursor in a .gguf file's header. A read moves `position` forward, or raises ValueError if the file ends."""
+    """Reader of a .gguf file's header. The methods raise ValueError at the end of the file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content
@@ -165,12 +161,12 @@ class _Cursor:
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: GGUFValueType) -> Any:
-        """Read one value. A float32 becomes the float with its shortest decimal form: 1e-05, not 9.99999974e-06."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:
             return self.array(GGUFValueType(self.number("I")), self.number("Q"))
         number = self.numbers(_FORMATS[kind], 1)[0]
+        # The shortest decimal form of a float32: 1e-05, not 9.99999974e-06.
         return float(str(np.float32(number))) if kind == GGUFValueType.FLOAT32 else number
 
     def array(self, kind: GGUFValueType, count: int) -> list[Any]:

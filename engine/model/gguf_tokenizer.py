@@ -35,7 +35,7 @@ _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Rules for splitting text before BPE."""
+    """Rules for splitting a text into words, before BPE splits the words into tokens."""
 
     pattern: str | None = None  # splits the text; None is GPT-2's pattern
     digits: bool = False  # splits off every digit before the pattern applies
@@ -79,7 +79,7 @@ _SPACE = "\u2581"
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of `file` with its chat template. Raises ModelError for an unsupported kind of tokenizer."""
+    """Build a GGUF file's tokenizer with its chat template. Raises ModelError for an unsupported kind of tokenizer."""
     model = file.metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         backend, add_bos = _byte_level(file)
@@ -133,7 +133,7 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like SentencePiece's BPE, and True, because BOS is added by default."""
+    """Return a SentencePiece BPE tokenizer, and True because the tokenizer adds BOS by default."""
     tokens, scores = _tokens(file), file.metadata["tokenizer.ggml.scores"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = _merges_by_score(tokens, scores, file.metadata["tokenizer.ggml.token_type"], vocabulary)
@@ -154,7 +154,7 @@ def _sentencepiece(file: GGUFFile) -> tuple[Tokenizer, bool]:
 def _merges_by_score(
     tokens: list[str], scores: list[float], types: list[int], vocabulary: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that together form a third token, by descending score of the third token."""
+    """Return the pairs of tokens whose concatenation is a token, by descending score of the concatenation."""
     mergeable = (TokenType.NORMAL, TokenType.USER_DEFINED)
     found: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
@@ -168,7 +168,7 @@ def _merges_by_score(
 
 
 def _surround(file: GGUFFile, backend: Tokenizer, add_bos: bool) -> None:
-    """Make `backend` add BOS and EOS when it encodes, as the file's metadata says. `add_bos` is the default for BOS."""
+    """Make the tokenizer add BOS and EOS if the file's metadata asks for it."""
     template = "$A"
     specials: list[tuple[str, int]] = []
     for role, default, form in (("bos", add_bos, "{0} $A"), ("eos", False, "$A {0}")):

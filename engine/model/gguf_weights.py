@@ -75,7 +75,7 @@ def _lazy(file: GGUFFile, name: str) -> LazyTensor:
 
 
 def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
-    """Return a function that reverts the changes that the conversion to GGUF made to the tensor `name`."""
+    """Return a function that undoes the changes that GGUF converters make to the tensor `name`."""
     if file.architecture == "llama" and ".attn_q." in name:
         return lambda values: _unpermute(values, file.require("attention.head_count"))
     if file.architecture == "llama" and ".attn_k." in name:
@@ -93,7 +93,7 @@ def _unpermute(values: Array, heads: int) -> Array:
 
 
 def convert_gguf(gguf: Path, target: Path, progress: Progress) -> None:
-    """Convert the model in the file `gguf` to a new Hugging Face directory `target` with float32 safetensors.
+    """Write the model in a GGUF file to a new Hugging Face directory `target`, with float32 weights.
 
     Raises ModelError if the file is damaged or not supported.
     """

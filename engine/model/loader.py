@@ -99,7 +99,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
-    """Read the facts about a model from its files other than the weights. Raises ModelError if a value is invalid."""
+    """Read facts about a model without its weights. Raises ModelError if a file has an invalid value."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_generation_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -138,7 +138,7 @@ def load_model(
     attn_implementation: str = "eager",
     progress: Progress = silent,
 ) -> PreTrainedModel:
-    """Load the model in evaluation mode on `device`. Each tensor is read once; tied parameters share memory.
+    """Load the model in evaluation mode on `device`. Tied parameters share memory.
 
     Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
     """
@@ -174,7 +174,7 @@ def load_model(
 
 
 def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
-    """Raise ModelError if transformers' loading report has missing, unknown, misshapen or unconverted tensors."""
+    """Raise ModelError if transformers reports missing, unknown, misshapen or unconverted tensors."""
     from llmsched.engine.model.checkpoint import some
 
     if missing := report["missing_keys"]:
@@ -219,7 +219,7 @@ def _check_vocabulary(source: ModelSource, info: ModelInfo, tokenizer: Tokenizer
 
 
 def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
-    """Move the model to `device`, one parameter at a time. Tied parameters keep sharing memory."""
+    # nn.Module.to alone would not report progress.
     if device == "cpu":
         return
     from torch import nn
@@ -239,7 +239,7 @@ def _as_ids(value: Any) -> frozenset[int]:
 
 @contextmanager
 def _reading(source: ModelSource, what: str) -> Iterator[None]:
-    """Convert any error that a library raises on a damaged or unknown file to a ModelError about `what`."""
+    """Convert each error of a library to a ModelError which says that `what` cannot be read."""
     with quiet_transformers():
         try:
             yield

@@ -1,4 +1,4 @@
-"""Attention of models that compute it themselves, without transformers' attention interface."""
+"""Attention of models that do not use transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmsched.engine.model.support import OWN_ATTENTION
 
 
 def own_attention(model: PreTrainedModel) -> list[AttentionCall] | None:
-    """Return the attention of the layers of BLOOM, Falcon, MPT and StableLM, or None for other models."""
+    """Return one AttentionCall per layer for BLOOM, Falcon, MPT and StableLM; None for other models."""
     # Biases for positions are exact. transformers rounds those of BLOOM and MPT to the type of the weights, and those
     # of Falcon to bfloat16, where token numbers from 257 on lose digits.
     if type(model).__name__ not in OWN_ATTENTION:

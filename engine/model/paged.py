@@ -30,20 +30,18 @@ class LayerShape(NamedTuple):
     kv_heads: int
     key_dim: int  # width of one head's key
     value_dim: int  # width of one head's value
-    window: int | None = None  # tokens that a token attends to, itself included; None for all tokens up to itself
+    window: int | None = None  # sliding window in tokens, which includes the query's own token
 
 
 class LayerPlace(NamedTuple):
-    """Place of a layer's KV: the index `group` of its group of layers, and its index `part` within that group."""
-
-    group: int
-    part: int
+    group: int  # index of the layer's group
+    part: int  # index of the layer within its group
 
 
 def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPlace]:
-    """Assign each layer to a group of `layout`, and return the places of all layers in order.
+    """Assign each layer to a layer group of `layout`. Return one place per layer.
 
-    Raises ModelError if layers whose KV differs in shape would share blocks, or if the layout lacks a group.
+    Raises ModelError if layers with different KV shapes would share blocks, or if no group suits a layer.
     """
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
     if not layout.full_groups and not all(windowed):
@@ -63,8 +61,9 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """KV of all blocks. Layers with the same part in different groups share tensors."""
+    """Tensors with the KV of all blocks."""
 
+    #: Layers with the same part in different groups share tensors, but not blocks.
     keys: list[torch.Tensor]  # for each part [num_blocks, kv_heads, block_size, key_dim]
     values: list[torch.Tensor]  # for each part [num_blocks, kv_heads, block_size, value_dim]
     places: list[LayerPlace]  # group and part of each layer
@@ -78,7 +77,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """Allocate `num_blocks` blocks for these layers. Raises ModelError if `layout` does not suit the layers."""
+        """Allocate a cache of `num_blocks` blocks. Raises ModelError if `layout` does not suit the layers."""
 
         def zeros(layer: LayerShape, width: int) -> torch.Tensor:
             shape = (num_blocks, layer.kv_heads, layout.block_size, width)
@@ -93,12 +92,12 @@ class KVCache:
         return cls(keys, values, places)
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return a layer's keys, its values and the index of its group."""
+        """Return the key tensor, the value tensor and the group index of a layer."""
         group, part = self.places[layer]
         return self.keys[part], self.values[part], group
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy the blocks `sources` to the blocks `destinations` (ids, int64 [N]). All sources are read first."""
+        """Copy block sources[i] to block destinations[i] for each i (int64 [N]). All sources are read first."""
         for tensor in (*self.keys, *self.values):
             tensor[destinations] = tensor[sources]
 
@@ -108,10 +107,7 @@ class KVCache:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros in host memory. The system clears each page when it is first used.
-
-    Raises MemoryError if the system refuses.
-    """
+    """Return a tensor of zeros in host memory. Raises MemoryError if the system refuses."""
     try:
         memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -120,10 +116,8 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def take_memory(tensors: ListLike[torch.Tensor]) -> None:
-    """Let Linux reserve all pages of tensors from `host_zeros`. Call this in a thread: 4 GiB take about a second.
-
-    Without enough memory the process then ends early, not hours later when it uses its last blocks.
-    """
+    """Make Linux allocate all pages of tensors from `host_zeros` now, which takes about a second per 4 GiB."""
+    # If memory is short, the process ends now, not hours later when it first uses its last blocks.
     if sys.platform != "linux":
         return
     madvise = ctypes.CDLL(None).madvise
@@ -136,7 +130,7 @@ def take_memory(tensors: ListLike[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """KV cache, and the arrays of a PackedBatch that locate the batch in the cache, as tensors on the device."""
+    """KV cache, and the tensors that locate a PackedBatch in the cache."""
 
     cache: KVCache
     slot_mapping: torch.Tensor
@@ -153,7 +147,7 @@ class PagedContext:
         value: torch.Tensor,
         **options: Unpack[AttentionOptions],
     ) -> torch.Tensor:
-        """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv], then compute attention.
+        """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv] to the cache, then compute attention.
 
         `query` is [T, heads, D]; the result is [T, heads, Dv]. All tensors must be contiguous.
         """
@@ -172,18 +166,19 @@ class PagedContext:
 
 
 class PagedModel(Protocol):
-    """Model that runs over the paged KV cache. `layers` and `attention` have the shapes of each layer."""
+    """Model that runs over the paged KV cache."""
 
     implementation: Literal["fused", "transformers"]
-    layers: list[LayerShape]
-    attention: list[AttentionShape]
+    layers: list[LayerShape]  # KV of each layer
+    attention: list[AttentionShape]  # of each layer
     vocab_size: int
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run input_ids [T] at positions [T], write their KV, and return logits [R, vocab_size].
+        """Compute T tokens, write their KV to the cache, and return logits [R, vocab_size].
 
-        `logit_rows` [R] are the indices of the tokens whose logits are needed; None means all T tokens.
+        `input_ids` and `positions` are [T]. `logit_rows` [R] are the indices of the tokens whose logits are returned.
+        None: all T tokens.
         """
         ...

@@ -1,14 +1,12 @@
-"""Probe of how a transformers model uses attention. It refuses models that the engine would compute wrongly.
-
-The probe replaces attention with a function that records its arguments and returns zeros, and runs two tiny forward
-passes. It checks three things:
-
-- Every layer calls attention exactly once. The probe records the number of KV heads and their widths.
-- The mask is causal and has the same sliding window that attention is given. transformers makes masks from a function
-  of (query, key) positions, so the probe calls this function for positions that are far apart.
-- Tokens do not influence each other outside attention, as they would through recurrent state or convolution. While
-  attention returns zeros, a change of earlier tokens must not change the last token's logits.
-"""
+"""Probe of a transformers model: how its layers call attention, and whether the engine can compute the model."""
+# The probe replaces attention with a function that records its arguments and returns zeros, and runs two tiny forward
+# passes. It checks three things:
+#
+# - Every layer calls attention exactly once. The probe records the number of KV heads and their widths.
+# - The mask is causal and has the same sliding window that attention is given. transformers makes masks from a function
+#   of (query, key) positions, so the probe calls this function for positions that are far apart.
+# - Tokens do not influence each other outside attention, as they would through recurrent state or convolution. While
+#   attention returns zeros, a change of earlier tokens must not change the last token's logits.
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ FULL, UNKNOWN = 0, -1
 
 
 class AttentionCall(NamedTuple):
-    """Arguments with which a layer calls attention: shape of its KV, options of `paged_attention`, and its queries."""
+    """Shape and options of one layer's attention."""
 
     shape: LayerShape
-    scale: float
+    scale: float  # factor of the scores
     softcap: float | None
     has_sinks: bool
     heads: int  # of the query
@@ -56,9 +54,9 @@ class AttentionCall(NamedTuple):
 
 
 def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
-    """Return how the model's layers call attention, and the width of its logits.
+    """Return one AttentionCall per layer, and the width of the logits.
 
-    Afterwards the model still has the recording attention function, so the caller must set another. Raises ModelError
+    The probe replaces the model's attention function, so the caller must set another one afterwards. Raises ModelError
     if the engine cannot compute the model exactly.
     """
     name = type(model).__name__
@@ -84,7 +82,7 @@ def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, AttentionCall], torch.Tensor]:
-    """Run the tokens with attention that returns zeros. Return the layers' calls and the last token's logits."""
+    """Run the model with attention that returns zeros. Return the layers' calls and the last token's logits."""
     layers: dict[int, AttentionCall] = {}
     with torch.inference_mode():
         output = model(
@@ -117,7 +115,7 @@ def recording_attention(
     s_aux: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the layer's call in `paged_context`, and return zeros [1, T, heads, Dv].
+    """Record an AttentionCall for the layer in `paged_context`, and return zeros [1, T, heads, Dv].
 
     Raises ModelError if the engine does not support the mask or a keyword.
     """
@@ -149,7 +147,7 @@ def recording_attention(
 
 
 def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    """Raise ModelError for an unknown keyword, because it may change the result of attention."""
+    """Raise ModelError for a keyword that may change the result of attention."""
     for keyword, given in keywords.items():
         harmless = given is None or keyword in NEUTRAL_KEYWORDS
         harmless |= (keyword == "dropout" and given == 0) or (keyword == "is_causal" and given is True)
@@ -163,12 +161,12 @@ def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
 def describing_mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """Return a tensor with the shape of a mask. All its entries are the result of `window_of` for this mask."""
+    """Return a tensor with the shape of the mask, in which every entry is the mask's sliding window in tokens."""
     return torch.full((1, 1, q_length, kv_length), window_of(mask_function, device), device=device)
 
 
 def window_of(mask_function: Callable[..., torch.Tensor], device: torch.device) -> int:
-    """Return the sliding window of a causal mask in tokens, FULL without a window, or UNKNOWN for any other mask."""
+    """Return the sliding window of a mask in tokens, FULL for a causal mask without a window, or UNKNOWN."""
     firsts: dict[int, int] = {}
     zero = torch.zeros((), dtype=torch.int64, device=device)
     for position in TRIED_POSITIONS:

@@ -24,7 +24,7 @@ _HUB_TIMEOUT = 5.0
 
 
 class HubUnreachableError(ModelError):
-    """Error for a Hugging Face hub that cannot be reached. The hub's cache on this machine may still have the model."""
+    """Error for a Hugging Face hub that cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ModelSource:
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
-    """Find the model `spec` on disk; download `demo` or a hub id first. Raises ModelError if the model is not found."""
+    """Find the model `spec` on disk, or download it. Raises ModelError if the model is not found."""
     if spec == "demo":
         from llmsched.engine.model.demo import demo_directory
 
@@ -60,7 +60,7 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
 
 
 def _open_directory(spec: str, path: Path) -> ModelSource:
-    """Return the model in the directory `path`, or in the folder models--ORGANISATION--NAME of the hub's cache."""
+    """Return the model in a Hugging Face directory, or in a folder models--ORGANISATION--NAME of the hub's cache."""
     # From the cache, the snapshot of the branch main is returned. A snapshot is a folder named after its commit, so
     # the model gets the repository's id as its name.
     repository = path.parent.parent if path.parent.name == "snapshots" else path
@@ -73,7 +73,7 @@ def _open_directory(spec: str, path: Path) -> ModelSource:
 
 
 def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
-    """Return the path of a hub repository's config.json, cached or downloaded. Raises ModelError if neither works."""
+    """Return the path of a hub repository's config.json, cached or downloaded. Raises ModelError on failure."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -89,7 +89,7 @@ def fetch_config(repo_id: str, progress: Progress = silent) -> Path:
 
 
 def cached_config(repo_id: str) -> Path | None:
-    """Return the path of a hub repository's config.json in the hub's cache on this machine; None if it is not there."""
+    """Return the path of a repository's config.json in the hub's cache on this machine, or None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -101,10 +101,11 @@ def cached_config(repo_id: str) -> Path | None:
 
 
 def _check_reachable(repo_id: str) -> None:
-    """Raise an error soon if the hub cannot be reached; a download would first retry for half a minute."""
+    """Raise an error within seconds if the hub cannot be reached."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
 
+    # Without this check, a download would retry for half a minute.
     with suppress(EntryNotFoundError):  # the loader says what the repository lacks
         if constants.HF_HUB_OFFLINE:
             return
@@ -135,10 +136,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to ModelErrors that tell the user how to proceed.
-
-    Raises HubUnreachableError if the hub cannot be reached, so that the caller can try the cache.
-    """
+    """Convert errors of huggingface_hub to ModelErrors, or to HubUnreachableError without a connection."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -53,11 +53,11 @@ _ROLES = {name: role for role, names in _NAMES.items() for name in names.split()
 
 
 class UnknownStructureError(Exception):
-    """Error for a model that the fused decoder does not know. The message says what is unknown."""
+    """Error for a model that the fused decoder cannot compute. The message says why."""
 
 
 class NormRule(NamedTuple):
-    """Constants of all norms of a model; see `reference.add_norm`."""
+    """Arguments of `reference.add_norm` that all norms of a model share."""
 
     eps: float
     offset: float
@@ -65,28 +65,20 @@ class NormRule(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Parameters of a norm, as arguments of `add_norm`."""
-
     weight: Tensor
     bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Modules and norms of one layer.
-
-    `projections` compute queries, keys and values. `up` computes gate and up, or up alone. A module of these two tuples
-    may have the rows of several.
-    """
-
     attention_norm: Norm
     mlp_norm: Norm | None  # None if attention and MLP read the same norm
     branch_norms: tuple[Tensor | None, Tensor | None]  # weights of norms after attention and after the MLP
-    projections: tuple[nn.Linear, ...]
+    projections: tuple[nn.Linear, ...]  # compute queries, keys and values, each alone or several in one
     query_norm: Tensor | None  # [D], None if heads are not normalised
     key_norm: Tensor | None  # [D], None if heads are not normalised
     output: nn.Linear
-    up: tuple[nn.Linear, ...]
+    up: tuple[nn.Linear, ...]  # compute gate and up, alone or in one; without a gate, up alone
     down: nn.Linear
     rotates: bool  # False without rotary embedding
     kind: str | None  # name of the rotary embedding, if the model has several
@@ -105,8 +97,6 @@ class LayerTraits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """Modules of a model."""
-
     embed: nn.Module
     rotary: nn.Module | None
     layers: list[LayerParts]
@@ -118,7 +108,7 @@ class DecoderParts:
 
 
 def read_structure(model: PreTrainedModel) -> DecoderParts:
-    """Return the parts of a model in evaluation mode. Raises UnknownStructureError, which says what is unknown."""
+    """Find the parts of a model in evaluation mode. Raises UnknownStructureError if a part is missing or unknown."""
     top = children(model, "the model", "decoder head")
     inner = children(top["decoder"], "the decoder", "embed layers norm", "embed_norm rotary")
     config: Any = model.config
@@ -154,7 +144,7 @@ def read_structure(model: PreTrainedModel) -> DecoderParts:
 
 
 def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None) -> tuple[LayerParts, LayerTraits]:
-    """Return a layer's parts and traits, and add the rules of its norms to `rules`."""
+    """Return the parts and traits of a layer, and add the layer's norm rules to `rules`."""
     parts = children(layer, "a layer", "attention mlp attention_norm", "mlp_norm post_attention_norm post_mlp_norm")
     attention = children(
         parts["attention"], "attention", "output", "qkv grouped_qkv query key value query_norm key_norm"
@@ -195,9 +185,9 @@ def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None)
 
 
 def children(module: nn.Module, what: str, needed: str, optional: str = "") -> dict[str, Any]:
-    """Return the module's children by their keys in _NAMES.
+    """Return the children of a module by their roles, which are the keys of _NAMES.
 
-    Raises UnknownStructureError for a child without a key, or if one of the keys `needed` has no child.
+    Raises UnknownStructureError for a child without a role, or if a role in `needed` has no child.
     """
     found: dict[str, Any] = {}
     unlike = []
@@ -215,7 +205,7 @@ def children(module: nn.Module, what: str, needed: str, optional: str = "") -> d
 
 
 def _first_of(found: Mapping[str, Any], what: str, *choices: str) -> list[str]:
-    """Return the names in the first choice that are all in `found`. A choice is names separated by spaces."""
+    """Return the first choice whose names are all in `found`. A choice is a string of names separated by spaces."""
     for choice in map(str.split, choices):
         if all(name in found for name in choice):
             return choice
@@ -242,7 +232,7 @@ def _norm(module: Any) -> Norm:
 
 
 def norm_rule(module: Any) -> NormRule:
-    """Return the rule of an RMS norm or LayerNorm. Raises UnknownStructureError for anything else."""
+    """Return the rule of an RMS norm or LayerNorm. Raises UnknownStructureError for any other module."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     names = [name for name, _ in module.named_parameters()]
     if names not in (["weight"], ["weight", "bias"]) or module.weight.ndim != 1 or eps is None:
@@ -260,7 +250,7 @@ def norm_rule(module: Any) -> NormRule:
 
 
 def activation_of(module: Any) -> Activation:
-    """Return the name of an activation function. Raises UnknownStructureError if it is unknown."""
+    """Return the name of an activation function. Raises UnknownStructureError for an unknown function."""
     x = torch.linspace(-6, 6, 97)
     for name, function in reference.ACTIVATIONS.items():
         if torch.allclose(module(x), function(x), rtol=0, atol=1e-6):

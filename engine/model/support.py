@@ -1,4 +1,4 @@
-"""Checks that refuse a model by its config if it cannot be served. Checks of the model itself are in probe.py."""
+"""Checks by which `serve` refuses a model because of its config.json."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 
 def check_supported(config: PretrainedConfig, spec: str) -> None:
-    """Raise ModelError if the model `spec` cannot be served exactly. The message says why, and what is supported."""
+    """Raise ModelError if the engine does not support the model `spec`."""
     if reason := _refusal_of_class(config):
         raise ModelError(f"model {spec}: {reason}")
 
 
 def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str | None:
-    """Return why serve refuses a model whose config.json has this content, or None if serve accepts the config.
+    """Return the reason why `serve` refuses a model with this config.json, or None if there is no reason.
 
     Raises ModelError if transformers rejects the config.
     """
@@ -107,8 +107,8 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Check the content of a config.json without importing transformers. Return (conclusive, reason).
 
-    `reason` says why the model is refused; None if it is not. `conclusive` is True if no other check of the config can
-    change this result.
+    `reason` says why `serve` refuses the model. None: no reason was found. `conclusive` is False if transformers must
+    check the config too.
     """
     read = ("architectures", "model_type", "is_encoder_decoder", "layer_types")
     config: Any = SimpleNamespace(**{name: content.get(name) for name in read})

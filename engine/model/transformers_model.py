@@ -1,4 +1,4 @@
-"""Wrapper that runs any decoder with transformers' attention interface over the paged KV cache."""
+"""Wrapper that runs a transformers model over the paged KV cache, through transformers' attention interface."""
 # The forward pass hands the keyword `paged_context` on to this module's attention function, so there is no global state
 # and one process can run several engines.
 
@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersModel:
-    """Wrapper of a transformers model in evaluation mode, whose attention function it replaces.
+    """Wrapper that runs a transformers model in evaluation mode over the paged KV cache.
 
-    Raises ModelError if the engine cannot compute the model exactly (see `probe`).
+    The wrapper replaces the model's attention function. Raises ModelError if the engine cannot compute the model
+    exactly.
     """
 
     implementation: Literal["fused", "transformers"] = "transformers"
@@ -57,7 +58,7 @@ class TransformersModel:
 
 
 def turn_off_checks(model: PreTrainedModel) -> None:
-    """Turn off code of the model that waits for the device in every pass without changing the result."""
+    """Turn off checks in the model that make every pass wait for the device."""
     # It looks for padding tokens, and compares positions with the length at which rotary embeddings change, which no
     # request exceeds (see `rotary_limit`).
     modules: list[Any] = list(model.modules())
@@ -112,7 +113,7 @@ def attention_forward(
 
 
 def packed(states: torch.Tensor) -> torch.Tensor:
-    """Return states [1, heads, T, D] as a contiguous tensor [T, heads, D], without a copy for most models."""
+    """Convert states [1, heads, T, D] to a contiguous tensor [T, heads, D]."""
     return states[0].transpose(0, 1).contiguous()
 
 
@@ -120,11 +121,10 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "auto") -> PagedModel:
-    """Return a wrapper that runs `model`, which must be in evaluation mode, over the paged KV cache.
+    """Wrap a transformers model in evaluation mode so that it runs over the paged KV cache.
 
-    "fused" is a FusedDecoder, "transformers" a TransformersModel, and "auto" a FusedDecoder if it can compute the
-    model. Raises ModelError if the engine cannot compute the model exactly, and ConfigError if "fused" is requested and
-    a FusedDecoder cannot compute the model.
+    "fused" makes a FusedDecoder, "transformers" a TransformersModel, and "auto" a FusedDecoder if possible. Raises
+    ModelError if the engine cannot compute the model exactly, and ConfigError if the requested implementation cannot.
     """
     name, calls = type(model).__name__, own_attention(model)
     plain = None
