@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Checks and measurements that need a GPU: kernels, parity with transformers, planned and actual memory, speed.
-# Takes under eight minutes.
+# Checks and measurements that need a GPU: kernels, steps, serving, planned and actual memory, parity, peers.
+# Takes under 15 minutes. A part that fails or hangs costs only itself, and the result is written after every part.
 # Works from a plain checkout and installs or downloads nothing. Without a GPU it says so and exits with 0.
 #
-#   tests/gpu/run.sh [RESULT.json]      default: $OUT/gpu.json, else no file
+#   tests/gpu/run.sh [--dry-run] [--parts kernels,steps] [RESULT.json]      default: $OUT/gpu.json, else no file
 #
+# --dry-run runs the parts on the CPU with tiny sizes. --parts runs only these (see PARTS in gpu_suite/part.py).
 # PYTHON names the interpreter (default: python3).
 set -euo pipefail
 

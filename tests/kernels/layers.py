@@ -11,7 +11,8 @@ NORM_CASES = ("plain", "branch", "branch with norm", "LayerNorm", "LayerNorm wit
 
 
 def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    numbers = torch.randn(*size, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return numbers.to(torch.get_default_device(), dtype)
 
 
 def norm_difference(module: Any, expected: Any, case: str, tokens: int, size: int, dtype: torch.dtype) -> float:
@@ -50,7 +51,8 @@ def rotary_difference(
     }
     options = {"eps": 1e-6, "offset": 1.0, **weights} if norm else {}
     blocks = -(-tokens // block_size) + 1
-    slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(4))[:tokens]
+    slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(4), device="cpu")[:tokens]
+    slots = slots.to(torch.get_default_device())
     slots[tokens // 2] = -1
     found = []
     for ops in (module, expected):

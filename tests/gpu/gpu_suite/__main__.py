@@ -2,96 +2,78 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import platform
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from gpu_suite.machine import describe, guarded
 from gpu_suite.part import PARTS, SuitePart
 
 Result = dict[str, Any]
 
 
+USAGE = "usage: tests/gpu/run.sh [--dry-run] [--parts NAME,NAME] [RESULT.json]"
+
+
 def main() -> int:
     """Return 0 if all checks passed or there is no GPU, 1 if a check failed, 2 for wrong arguments."""
-    if len(sys.argv) > 2 or sys.argv[1:2] in (["-h"], ["--help"]):
-        print("usage: tests/gpu/run.sh [RESULT.json]", file=sys.stderr)
-        return 2
-    if (reason := why_no_gpu()) is not None:
-        return without_gpu(reason)
+    arguments = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False)
+    arguments.add_argument("--dry-run", action="store_true")
+    arguments.add_argument("--parts", default=",".join(PARTS))
+    arguments.add_argument("result", nargs="?", type=Path)
+    given = arguments.parse_args()
+    chosen = given.parts.split(",")
+    if unknown := [name for name in chosen if name not in PARTS]:
+        arguments.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    machine = describe()
+    facts = machine["torch"] if isinstance(machine["torch"], dict) else {}
+    if not given.dry_run and not facts.get("gpu"):
+        return without_gpu(f"torch {facts['version']} sees none" if facts else f"torch cannot tell: {machine['torch']}")
+    target = given.result or (Path(os.environ["OUT"]) / "gpu.json" if "OUT" in os.environ else None)
     started = time.monotonic()
-    parts = {name: run_part(name, part) for name, part in PARTS.items()}
-    seconds = round(time.monotonic() - started, 1)
-    report = machine() | {"ok": all(part["ok"] for part in parts.values()), "seconds": seconds, "parts": parts}
+    report: Result = machine | {"dry_run": given.dry_run, "ok": False, "parts": {}}
+    for name in chosen:
+        report["parts"][name] = run_part(name, PARTS[name], "cpu" if given.dry_run else "cuda")
+        report["ok"] = all(part["ok"] for part in report["parts"].values())
+        report["seconds"] = round(time.monotonic() - started, 1)
+        if target is not None:  # after every part, because the machine may be taken away
+            write(target, report)
     show(report)
-    if (target := result_file()) is not None:
-        target.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if target is not None:
         print(f"written to {target}")
     return 0 if report["ok"] else 1
 
 
-def result_file() -> Path | None:
-    if len(sys.argv) == 2:
-        return Path(sys.argv[1])
-    return Path(os.environ["OUT"]) / "gpu.json" if "OUT" in os.environ else None
-
-
-# -- the machine ----------------------------------------------------------------------------------------------
-
-
-def why_no_gpu() -> str | None:
-    try:
-        import torch
-    except ImportError:
-        return "torch is not installed"
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees none"
+def write(target: Path, report: Result) -> None:
+    unfinished = target.with_suffix(".part")
+    unfinished.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(target)
 
 
 def without_gpu(reason: str) -> int:
     """Return 0 if there is no GPU, 1 if the driver lists one that torch cannot use."""
-    if shutil.which("nvidia-smi"):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-        if listed.returncode == 0 and listed.stdout.startswith("GPU"):
-            print(f"{reason}, but nvidia-smi lists {listed.stdout.strip()}", file=sys.stderr)
-            return 1
+    listed = guarded(
+        lambda: subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
+    )
+    if listed.startswith("GPU"):
+        print(f"{reason}, but nvidia-smi lists {listed.strip()}", file=sys.stderr)
+        return 1
     print(f"no CUDA GPU ({reason}): nothing to check")
     return 0
-
-
-def machine() -> Result:
-    """Return the date, GPU, driver and versions."""
-    from llmsched.engine.device import _nvml, _visible_gpu
-
-    with _nvml() as nvml:
-        driver, name = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlDeviceGetName(_visible_gpu(nvml))
-    found: Result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gpu": name,
-        "driver": driver,
-        "python": platform.python_version(),
-    }
-    for package in ("torch", "triton", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 # -- parts ----------------------------------------------------------------------------------------------------
 
 
-def run_part(name: str, part: SuitePart, device: str = "cuda") -> Result:
+def run_part(name: str, part: SuitePart, device: str) -> Result:
     """Run a part; return its rows and whether no check failed and it finished within its time."""
     print(f"{part.title} ...", file=sys.stderr, flush=True)
     started = time.monotonic()
@@ -145,8 +127,9 @@ def show(report: Result) -> None:
         if part["problem"]:
             lines.append((name, "ran to its end", "FAILED", part["problem"], ""))
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    versions = ", ".join(f"{key} {report[key]}" for key in ("driver", "torch", "triton", "transformers"))
-    print(f"{report['gpu']}, {versions}, {report['date']}")
+    gpu = report["torch"].get("name", "no GPU") if isinstance(report["torch"], dict) else "unknown GPU"
+    versions = ", ".join(f"{key} {report['packages'][key]}" for key in ("torch", "triton", "transformers"))
+    print(f"{gpu}, {versions}, {report['date']}{', DRY RUN on the CPU' if report['dry_run'] else ''}")
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
         print("  ".join((*cells, line[4])).rstrip())

@@ -12,7 +12,25 @@ from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.parity.verification import LoadedModel, check_parity
 from llmsched.engine.text.tokenizer import Tokenizer
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt_oss", "bloom")
+ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt_neox",
+    "gpt_oss",
+    "bloom",
+    "mpt",
+    "falcon",
+    "falcon_alibi",
+    "falcon_new",
+    "smollm3",
+    "phi",
+    "stablelm",
+)
 
 
 def check_models(device: str, *, small: bool) -> Iterator[CheckRow]:

@@ -1,0 +1,163 @@
+"""Kernels compared with the reference, on the device. Several processes check, so that kernels compile in parallel."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import layers
+import torch
+from batches import MIXED, SHAPES, Batch, Shape, make_batch
+
+from gpu_suite.rows import CheckRow, failure
+from llmsched.kernels import dispatch, reference
+
+#: Shapes as serving has them; the small ones of the kernels' own tests come on top.
+SERVING = (
+    Shape("32 decodes of 1k", tuple((1, 900 + 8 * i) for i in range(32)), heads=32, kv_heads=8, head_dim=128),
+    Shape("a decode of 20k", ((1, 20_000),), heads=32, kv_heads=8, head_dim=128),
+    Shape("a prefill of 2k", ((2048, 2048),), heads=32, kv_heads=8, head_dim=128),
+    Shape(
+        "prefill beside decodes",
+        ((700, 3000), *((1, 100 * i + 1) for i in range(16))),
+        heads=14,
+        kv_heads=2,
+        head_dim=64,
+    ),
+    Shape("71 heads to one", ((40, 300), (1, 900)), heads=71, kv_heads=1, head_dim=64),
+    Shape("window 128 of a long context", ((256, 3000), (1, 5000)), head_dim=64, window=128, sinks=True),
+)
+#: Half types differ in rounding alone, so float16 is tried where tiles differ.
+HALF = ("mixed", "decodes", "head_dim 80", "head_dim 96", "head_dim 128", "head_dim 256")
+
+#: Allowed difference of one output number. Outputs are averages of standard normal values, so they are below 4; half
+#: types round the weights of the softmax and the output.
+LIMITS = {torch.float32: 2e-5, torch.float16: 8 * 2**-10, torch.bfloat16: 8 * 2**-7}
+#: Processes that check at the same time.
+PROCESSES = 8
+
+Check = Callable[[str], CheckRow]
+
+
+def check_kernels(device: str, *, small: bool) -> Iterator[CheckRow]:
+    """Return one row for each check."""
+    names = list(checks(small=small))
+    if device != "cuda":
+        yield from (run_check(name, device, small) for name in names)
+        return
+    workers = min(PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(run_check, name, device, small) for name in names]
+        for name, future in zip(names, waiting, strict=True):
+            try:
+                yield future.result()
+            except Exception as error:  # the process has died
+                yield failure(name, error)
+
+
+def run_check(name: str, device: str, small: bool) -> CheckRow:
+    try:
+        return checks(small=small)[name](device)
+    except Exception as error:
+        return failure(name, error)
+
+
+def checks(*, small: bool) -> dict[str, Check]:
+    """Return all checks by name. The name begins with the type of the numbers."""
+    found: dict[str, Check] = {}
+    for dtype in LIMITS:
+        shapes = SHAPES if dtype != torch.float16 else tuple(shape for shape in SHAPES if shape.name in HALF)
+        for shape in shapes[:3] if small else shapes + SERVING:
+            name = f"{short(dtype)} {shape.name}"
+            found[name] = lambda device, name=name, shape=shape, dtype=dtype: check_attention(  # type: ignore[misc]
+                name, make_batch(shape, dtype=dtype, device=device)
+            )
+        name = f"{short(dtype)} write_kv"
+        found[name] = lambda device, name=name, dtype=dtype: check_write(name, dtype, device)  # type: ignore[misc]
+        for name, difference in layer_checks(dtype).items():
+            found[name] = lambda device, name=name, difference=difference, dtype=dtype: check_layer(  # type: ignore[misc]
+                name, difference, dtype, device
+            )
+    found["fp32 sample"] = check_sampling
+    return found
+
+
+def short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+
+
+def check_attention(name: str, batch: Batch) -> CheckRow:
+    """Compare with the reference in float32 on the same numbers."""
+    query, keys, values, *places = batch.tensors
+    found = dispatch.paged_attention(*batch.tensors, **batch.options)
+    exact = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in batch.options.items()}
+    wanted = reference.paged_attention(query.float(), keys.float(), values.float(), *places, **exact)
+    difference = float((found.float() - wanted).abs().max())
+    return compared(name, difference, LIMITS[query.dtype])
+
+
+def compared(name: str, difference: float, limit: float) -> CheckRow:
+    return CheckRow(name, f"{difference:.2g}", f"<= {limit:.2g}", difference <= limit, {"difference": difference})
+
+
+def check_write(name: str, dtype: torch.dtype, device: str) -> CheckRow:
+    """Check that exactly the numbers that the reference writes are written, with equal values."""
+    shape = Shape("write", MIXED, kv_heads=3, heads=3, head_dim=80, value_dim=96)
+    caches = [make_batch(shape, dtype=dtype, device=device) for _ in range(2)]
+    generator = torch.Generator().manual_seed(2)
+    slots = torch.randperm(caches[0].key_cache.shape[0] * shape.block_size, generator=generator)[:200]
+    slots[7] = -1
+    key, value = (torch.randn(200, 3, width, generator=generator).to(dtype).to(device) for width in (80, 96))
+    dispatch.write_kv(key, value, caches[0].key_cache, caches[0].value_cache, slots.to(device))
+    reference.write_kv(key, value, caches[1].key_cache, caches[1].value_cache, slots.to(device))
+    equal = all(
+        torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+        for one, other in zip(caches[0].tensors[1:3], caches[1].tensors[1:3], strict=True)
+    )
+    return CheckRow(name, "equal" if equal else "differs", "equal", equal)
+
+
+def layer_checks(dtype: torch.dtype) -> dict[str, Callable[[Any], float]]:
+    """Return functions that compare the ops between a layer's products, of a backend's module with the reference."""
+    found: dict[str, Callable[[Any], float]] = {}
+    for case in layers.NORM_CASES:
+        found[f"{short(dtype)} norm, {case}"] = lambda ops, case=case: layers.norm_difference(  # type: ignore[misc]
+            ops, reference, case, 37, 4096, dtype
+        )
+    for case in layers.ROTARY_CASES:
+        found[f"{short(dtype)} rotary, {case}"] = lambda ops, case=case: layers.rotary_difference(  # type: ignore[misc]
+            ops, reference, case, 37, dtype, dtype
+        )
+    for activation in reference.ACTIVATIONS:
+        found[f"{short(dtype)} {activation}"] = lambda ops, activation=activation: layers.gate_difference(  # type: ignore[misc]
+            ops, reference, 37, 3000, dtype, activation
+        )
+    return found
+
+
+def check_layer(name: str, difference: Callable[[Any], float], dtype: torch.dtype, device: str) -> CheckRow:
+    ops = dispatch.load_backend(dispatch.backend_name(device))
+    with torch.device(device):
+        return compared(name, difference(ops), 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps)
+
+
+def check_sampling(device: str) -> CheckRow:
+    """Compare the tokens of rows with many settings. Rounding may move a few draws."""
+    generator = torch.Generator().manual_seed(3)
+    rows = 1024
+    settings = torch.stack(
+        [
+            torch.tensor([0.0, 0.7, 1.0, 2.0]).repeat(rows // 4),
+            torch.tensor([0.0, 5.0, 300.0, 0.0]).repeat_interleave(rows // 4),
+            torch.tensor([1.0, 0.9]).repeat_interleave(2).repeat(rows // 4),
+            torch.tensor([0.0, 0.05]).repeat_interleave(4).repeat(rows // 8),
+        ]
+    ).double()
+    words = torch.randint(1 << 32, (2, rows), generator=generator).double()
+    logits = (3 * torch.randn(rows, 5000, generator=generator)).to(device)
+    parameters = torch.cat([settings, words]).to(device)
+    differing = int((dispatch.sample(logits, parameters) != reference.sample(logits, parameters)).sum())
+    return CheckRow("fp32 sample", f"{differing} of {rows} tokens differ", "<= 5", differing <= 5, {"rows": differing})
