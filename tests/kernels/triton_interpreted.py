@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, r
 from triton.runtime import interpreter
 
 from llmsched.kernels import reference
+from llmsched.kernels.reference import AttentionShape
 from llmsched.kernels.triton import ops, tiling
 
 FEW = ((1, 37), (16, 16), (15, 40), (0, 9), (1, 1), (17, 17), (1, 100), (3, 33))
@@ -86,6 +88,43 @@ def write_difference() -> float:
     return max(float((a.float() - b.float()).abs().max()) for a, b in zip(caches, expected, strict=True))
 
 
+def random_difference(count: int) -> float:
+    """Compare batches with random lengths and options, most with contexts that are divided among programs."""
+    generator = random.Random(0)
+    differences = []
+    for _ in range(count):
+        kv_heads, group = generator.choice([(1, 1), (1, 3), (2, 2), (1, 17)])
+        sequences = []
+        for _ in range(generator.randint(1, 7)):
+            context = generator.choice([1, 15, 16, 17, 64, 65, generator.randint(1, 400)])
+            sequences.append((generator.choice([1, 1, generator.randint(0, min(context, 40))]), context))
+        case = Shape(
+            "random", tuple(sequences), kv_heads * group, kv_heads, head_dim=16,
+            block_size=generator.choice([1, 8, 16]), window=generator.choice([None, None, 3, 100]),
+            softcap=generator.choice([None, 3.0]), sinks=generator.random() < 0.5, slopes=generator.random() < 0.5,
+        )  # fmt: skip
+        differences.append(
+            attention_difference(case, torch.float32, num_processors=generator.choice([2, 30]), min_split=16)
+        )
+    return max(differences)
+
+
+def replay_difference() -> float:
+    """Launch what was prepared for other contexts, with the arrays' new contents, as a CUDA graph does."""
+    layer = AttentionShape(4, 2, 64, 64, None, 4)
+    works = []
+    with patch.object(ops, "find_gpu", lambda device: tiling.Gpu(9, 90)), patch.object(tiling, "MIN_SPLIT_TOKENS", 16):
+        for contexts in ((70, 1, 300, 1), (400, 33, 2, 1)):
+            batch = make_batch(shape("", tuple((1, context) for context in contexts)))
+            lengths = batch.cu_seqlens_q.numpy(), batch.context_lens.numpy()
+            works.append(ops.prepare_attention([layer], *lengths, batch.query.device, torch.from_numpy)[0])
+    for old, new in zip(*works, strict=True):
+        old.items.copy_(new.items)
+        old.joins.copy_(new.joins)
+    actual = ops.paged_attention(*batch.tensors, work=works[0], **batch.options)
+    return float((actual - reference.paged_attention(*batch.tensors, **batch.options)).abs().max())
+
+
 def large_cache_difference() -> float:
     """Write and attend to blocks behind 2^31 numbers. The system provides memory only for what is touched."""
     num_blocks = 2**31 // (16 * 64) + 4
@@ -139,6 +178,7 @@ def main() -> None:
     mend_the_interpreter()
     differences = {"write_kv": write_difference(), "sample": sampling_differences()}
     differences["large cache, float16"] = large_cache_difference()
+    differences["random batches"], differences["replayed"] = random_difference(15), replay_difference()
     for case in SHAPES:
         differences[f"{case}, float32"] = attention_difference(case, torch.float32)
         if case.name in SPLIT:
