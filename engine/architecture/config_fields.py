@@ -1,4 +1,4 @@
-"""Reader of a model's config.json: returns the settings of the language model with defaults filled in."""
+"""Reader of the language model's settings in a config.json, with default values for omitted settings."""
 
 from __future__ import annotations
 
@@ -63,18 +63,17 @@ _HARMLESS = re.compile(
 
 
 class ConfigCache:
-    """Cache, in a file, of values that transformers takes seconds to compute from a config.json.
+    """File that caches values which transformers takes seconds to compute from a config.json."""
 
-    The file's name is a hash of the config and of the versions of llmsched and transformers. Failures to read or write
-    the file are only logged.
-    """
+    # The file's name is a hash of the config and of the versions of llmsched and transformers. Failures to read or
+    # write the file are only logged.
 
     def __init__(self, content: Mapping[str, Any], directory: Path) -> None:
         self._content = content
         self.directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the value cached under `name`. If there is none, cache and return `ask()`; it must be plain JSON."""
+        """Return the value cached under `name`, or else the result of `ask`, which is cached and must be JSON data."""
         if name not in self._answers:
             self._answers[name] = ask()
             try:
@@ -101,7 +100,7 @@ class ConfigCache:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Settings of a language model, under the names of standard_settings.py."""
+    """Settings of a language model under standard names, for example num_hidden_layers for GPT-2's n_layer."""
 
     values: Mapping[str, Any]
     known: bool  # True if `values` includes the defaults of the model_type
@@ -112,7 +111,7 @@ class Fields:
     read: set[str] = field(default_factory=set, repr=False, compare=False)  # names that were passed to `get`
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of `names` that is set and not null, or `default` if there is none."""
+        """Return the value of the first of `names` that is set and not null, or `default`."""
         self.read.update(names)
         for name in names:
             if (value := self.values.get(name)) is not None:
@@ -120,7 +119,7 @@ class Fields:
         return default
 
     def size(self, name: str) -> int:
-        """Return the setting `name`. Raises ModelError if it is missing or not a whole number."""
+        """Return the value of a setting. Raises ModelError if the value is missing or not a whole number."""
         if not isinstance(value := self.get(name), int):
             raise ModelError(f"config has {name} {value!r}; it must be a whole number")
         return value
@@ -129,7 +128,7 @@ class Fields:
         return replace(self, read=set())
 
     def assumed(self) -> Iterator[str]:
-        """Yield a sentence for each setting that was read although its value is assumed."""
+        """Yield a sentence for each setting that was read and whose value is assumed."""
         for name in sorted(self.read & self.unstated):
             value, counted = self.values.get(name), ""
             if isinstance(value, int | float | str):
@@ -137,16 +136,16 @@ class Fields:
             yield f"the config does not state {name}{counted}"
 
     def unread(self, pattern: re.Pattern[str], irrelevant: Set[str] = frozenset()) -> Iterator[str]:
-        """Yield at most one sentence, with the names of all settings that may matter but were not read.
+        """Yield a sentence with the names of settings that may matter but were not read, if there are any.
 
-        A setting may matter if its name matches `pattern`, is not in `irrelevant` and does not match `_HARMLESS`.
+        A setting may matter if its name matches `pattern` and is not in `irrelevant`.
         """
         names = (name for name in self.stated - self.read - irrelevant if self.values.get(name))
         if unread := sorted(name for name in names if pattern.search(name) and not _HARMLESS.search(name)):
             yield f"{UNREAD}: {', '.join(unread)}"
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
-        """Return `question()`, or the value of an earlier call that `cache` has under `name`."""
+        """Return the answer that is cached under `name`, or else the result of `question`."""
         return question() if self.cache is None else self.cache.get(name, question)
 
     @property
@@ -159,7 +158,7 @@ class Fields:
 
     @property
     def mlp_size(self) -> Any:
-        """Width of a dense MLP; four times hidden_size if the config omits it."""
+        """Width of a dense MLP. Default: four times hidden_size."""
         return self.get("intermediate_size", default=4 * self.get("hidden_size", default=0))
 
 
@@ -191,9 +190,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 @size_errors()
 def read_fields(config: PretrainedConfig | Mapping[str, Any], cache: ConfigCache | None = None) -> Fields:
-    """Return the language model's settings from a transformers config or the content of a config.json.
+    """Return the language model's settings in a transformers config or in the content of a config.json.
 
-    Raises ModelError for an encoder-decoder, and for a config that transformers rejects.
+    Raises ModelError for an encoder-decoder and for a config that transformers rejects.
     """
     if not isinstance(config, Mapping):
         return Fields(standardise(_class_values(config)), True, config, cache)
@@ -242,7 +241,7 @@ def _quotient(values: Mapping[str, Any]) -> int | None:
 
 
 def nested_text(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the text config inside a multimodal model's config; None if `content` is the config of a text model."""
+    """Return the text config inside a multimodal model's config, or None for the config of a text model."""
     return next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), None)
 
 
@@ -286,7 +285,7 @@ def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
 
 
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the text config's settings under the family's names (n_layer) and standard ones (num_hidden_layers)."""
+    """Return the text config's settings, each under its name in the family (n_layer) and its standard name."""
     outer = config.to_dict()
     _refuse_encoder_decoder(outer)
     text = config.get_text_config(decoder=True)

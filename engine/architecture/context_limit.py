@@ -1,4 +1,4 @@
-"""Longest context for which a config's rotary embeddings hold."""
+"""Longest context in which a model's rotary embeddings are valid."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROPE_TYPES = frozenset(
 
 
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
-    """Return the longest context in tokens, or None if it is unlimited, and notes on it.
+    """Return the longest context in tokens (None: unlimited), and notes for the user.
 
-    The longest context is max_position_embeddings or `rotary_limit`, whichever is smaller.
+    The longest context is the smaller one of max_position_embeddings and `rotary_limit`.
     """
     stated = fields.get("max_position_embeddings")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
@@ -28,12 +28,12 @@ def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
 
 
 def rotary_limit(fields: Fields) -> int | None:
-    """Return the longest context in tokens up to which no rotary embedding changes; None if they never change.
+    """Return the longest context in tokens with the same rotary embeddings as short contexts. None: unlimited.
 
-    Embeddings of the types longrope and dynamic change for the whole batch when its longest sequence exceeds the
-    original context. Then results would depend on other requests, and keys that are already cached would be wrong.
-    Raises ModelError for an unknown type.
+    Raises ModelError for an unknown type of rotary embeddings.
     """
+    # Embeddings of the types longrope and dynamic change for the whole batch when its longest sequence exceeds the
+    # original context. Then results would depend on other requests, and keys that are already cached would be wrong.
     given = fields.get("rope_parameters", "rope_scaling", default={})
     if not isinstance(given, Mapping):
         raise ModelError(f"config has rope_scaling {given!r}; it must be an object with a type and a factor")

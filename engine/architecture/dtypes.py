@@ -19,21 +19,21 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 
 def planned_dtype(config: EngineConfig, *, computes_bf16: bool) -> str:
-    """Return the type of weights and activations. "auto" means bfloat16 if the device computes in it, else float32."""
+    """Return the data type of the model. "auto" is bfloat16 if the device computes in bfloat16, else float32."""
     if config.dtype != "auto":
         return config.dtype
     return "bfloat16" if computes_bf16 else "float32"
 
 
 def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool = False) -> str:
-    """Return the type of the KV cache. "auto" means fp8 if the checkpoint has fp8 KV scales, else `dtype`."""
+    """Return the data type of the KV cache. "auto" is fp8 if the checkpoint has scales for fp8 KV, else `dtype`."""
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
     return "fp8" if checkpoint_fp8 else dtype
 
 
 def check_servable(config: EngineConfig) -> None:
-    """Raise ConfigError if `config.kv_cache_dtype` is an fp8 type, which this engine's kernels cannot read."""
+    """Raise ConfigError if the KV cache would be fp8, which this engine's kernels cannot read."""
     if config.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             "kv_cache_dtype",

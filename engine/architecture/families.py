@@ -1,4 +1,4 @@
-"""Table of model families: parts of a decoder layer, and defaults of settings that config.json may omit."""
+"""Model families: the parts of their decoder layers, and default values of settings that config.json may omit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Switch = bool | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """Parts of a decoder that differ between families."""
+    """Parts of a decoder that differ between model families."""
 
     qkv_bias: Switch = False
     out_bias: Switch = False
@@ -32,7 +32,7 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models with one model_type."""
+    """Models with the same model_type."""
 
     parts: DecoderParts
     needs: frozenset[str]  # settings that every published config.json of the family has

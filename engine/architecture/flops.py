@@ -1,8 +1,6 @@
-"""Operations and memory traffic of a model's steps, computed from its config.
-
-A step reads a matrix of P numbers once and takes 2 P operations per token. If each token uses k of E experts, at
-random, T tokens use E (1 - (1 - k / E) ** T) experts on average.
-"""
+"""Arithmetic operations and memory traffic of a model's steps, computed from the model's config."""
+# A step reads a matrix of P numbers once and takes 2 P operations per token. If each token uses k of E experts, at
+# random, T tokens use E (1 - (1 - k / E) ** T) experts on average.
 
 from __future__ import annotations
 
@@ -25,11 +23,9 @@ _HIDDEN_VECTORS, _INNER_VECTORS = 24, 3
 
 
 class Matrices(NamedTuple):
-    """Weight matrices with `numbers` elements and `size` bytes, multiplied in the type `arithmetic`."""
-
-    numbers: int
-    size: float
-    arithmetic: Arithmetic
+    numbers: int  # elements
+    size: float  # bytes
+    arithmetic: Arithmetic  # type in which the elements are multiplied
 
 
 class Attention(NamedTuple):
@@ -44,7 +40,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Costs of a model's steps on any device."""
+    """Arithmetic operations and bytes of a model's steps, on any device."""
 
     layers: int
     dense: Matrices  # matrices that multiply every token
@@ -62,7 +58,7 @@ class ModelFlops:
 def model_flops(
     config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, cache: ConfigCache | None = None
 ) -> ModelFlops:
-    """Compute the costs of a model's steps from the content of its config.json.
+    """Compute a model's costs from the content of a config.json.
 
     `dtype_bytes` is the bytes of one number in activations and unquantised weights. `kv_dtype_bytes` is the bytes of
     one number in the KV cache (default: `dtype_bytes`). Raises ModelError if the parameters cannot be counted.

@@ -1,6 +1,6 @@
-"""KV memory that a model's layers need per token and per sequence.
+"""KV memory that the layers of a model need for each token and each sequence.
 
-Sources: Ainslie et al. 2023 (grouped-query attention), DeepSeek-V2 2024 (MLA: one latent and one rope vector).
+Sources: Ainslie et al. 2023 (grouped-query attention), DeepSeek-V2 2024 (multi-head latent attention).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ _LISTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Group of `layers` layers that need the same KV memory. `kind` says what one layer keeps:
+    """Layers of one model that need the same KV memory. `kind` says what a layer keeps:
 
     - "full": the KV of every token.
     - "window": the KV of the last `window` tokens.
-    - "mla": for every token, one latent vector of `head_dim_k` numbers (kv_lora_rank + qk_rope_head_dim) and no V.
+    - "mla": one latent vector of `head_dim_k` numbers (kv_lora_rank + qk_rope_head_dim) for every token, and no values.
     - "state": recurrent state of `state_bytes` bytes per sequence.
     """
 
@@ -91,42 +91,42 @@ class LayerGroup:
 
     @property
     def kv_widths(self) -> tuple[int, int]:
-        """Numbers of key elements and of value elements that this engine caches per token in one layer."""
+        """Number of key elements and number of value elements that this engine caches per token and layer."""
         if self.expanded:
             return self.expanded - self.expanded // 2, self.expanded // 2
         return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of one token's KV in all layers of the group; 0 for recurrent state."""
+        """Return the KV bytes per token in all layers of the group, 0 for recurrent state."""
         numbers = self.kv_heads * (self.head_dim_k + self.head_dim_v) + self.index_dim
         return self.layers * numbers * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes that this engine caches per token. They differ from `bytes_per_token` only for MLA."""
+        """Return the KV bytes per token that this engine caches, which differ from `bytes_per_token` for MLA only."""
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Layer groups of a model. If `notes` contains an assumption, `confidence` is "estimate", else "exact"."""
+    """Layer groups of a model."""
 
     groups: tuple[LayerGroup, ...]
-    confidence: Confidence
+    confidence: Confidence  # "estimate" if `notes` contains an assumption
     notes: tuple[str, ...]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of one token's KV in all layers without a sliding window."""
+        """Return the KV bytes per token in all layers without a sliding window."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind in ("full", "mla"))
 
     def kv_bytes_per_token_window(self, dtype_bytes: int) -> int:
-        """Return the bytes of one token's KV in all layers with a sliding window."""
+        """Return the KV bytes per token in all layers with a sliding window."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind == "window")
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of KV and recurrent state for `length` tokens, if KV outside sliding windows is freed."""
+        """Return the bytes of KV and recurrent state of `length` tokens, if KV outside sliding windows is freed."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 
@@ -136,7 +136,7 @@ class Geometry:
 
     @property
     def window(self) -> int | None:
-        """Largest sliding window in tokens; None if no layer has one."""
+        """Largest sliding window in tokens, or None if no layer has a sliding window."""
         return max((g.window for g in self.groups if g.window is not None), default=None)
 
     @property
@@ -145,7 +145,7 @@ class Geometry:
 
 
 def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_bytes: int = 2) -> Geometry:
-    """Return a model's layers in groups that need the same KV memory.
+    """Group the layers of a model by the KV memory that they need.
 
     `dtype_bytes` is the bytes of one number in the model's type. Raises ModelError for an encoder-decoder, and for a
     config whose layers or heads are missing or inconsistent.
@@ -155,16 +155,13 @@ def kv_geometry(config: PretrainedConfig | Mapping[str, Any] | Fields, dtype_byt
 
 
 class LayerReader:
-    """Reader of the layers in one config. The methods raise ModelError if the config is invalid.
-
-    `assumed` collects sentences about assumptions, and `facts` sentences about facts that users should know.
-    """
+    """Reader of the layers in a config. Its methods raise ModelError if the config is invalid."""
 
     def __init__(self, fields: Fields, dtype_bytes: int = 2) -> None:
         self.fields = fields
         self.dtype_bytes = dtype_bytes
-        self.assumed: list[str] = []
-        self.facts: list[str] = []
+        self.assumed: list[str] = []  # sentences about assumptions
+        self.facts: list[str] = []  # sentences about facts that users should know
 
     def geometry(self) -> Geometry:
         if not self.fields.known:
@@ -192,7 +189,7 @@ class LayerReader:
         return Geometry(groups, "estimate" if self.assumed else "exact", notes)
 
     def layer_names(self) -> list[str]:
-        """Return the type of each layer under its name in config.json, such as "full_attention" or "mamba"."""
+        """Return the type of each layer as config.json calls it, such as "full_attention" or "mamba"."""
         fields = self.fields
         layers, listed, name = fields.get("num_hidden_layers"), fields.get("layer_types"), "layer_types"
         if listed is None and (pattern := fields.get("hybrid_override_pattern")):
@@ -212,7 +209,7 @@ class LayerReader:
         return [cycle[layer % len(cycle)] for layer in range(layers)]
 
     def _cycle(self, layers: int) -> Sequence[str]:
-        """Return the types of the first layers. The types of all further layers repeat them in the same order."""
+        """Return the types of the first few layers. The types of all other layers repeat this list."""
         fields, get = self.fields, self.fields.get
         if interval := get("full_attention_interval"):
             return [*["linear_attention"] * (interval - 1), "full_attention"]
@@ -243,7 +240,7 @@ class LayerReader:
         return ["full_attention"]
 
     def kinds(self, name: str) -> tuple[LayerKind, ...]:
-        """Return the kinds of KV memory that a layer of the type `name` needs; none for an MLP layer."""
+        """Return the kinds of KV memory that a layer of type `name` needs, which may be none."""
         if name not in _KINDS:
             self.assumed.append(f"layers of the unknown type {name!r} are counted as full attention")
             return ("full",)
@@ -284,7 +281,7 @@ class LayerReader:
         return LayerGroup(kind, 1, kv_heads, head_dim, head_dim_v, window)
 
     def heads(self, kind: LayerKind = "full", layer: int | None = None) -> int:
-        """Return the number of query heads of one layer; by default, of the layer with the most."""
+        """Return the number of query heads of one layer. By default, return the largest number in any layer."""
         heads = self._own("num_attention_heads", kind, layer or 0)
         if layer is None and isinstance(listed := self.fields.get("num_attention_heads"), list):
             heads = max(listed)
@@ -325,7 +322,7 @@ class LayerReader:
         return width
 
     def _own(self, name: str, kind: LayerKind, layer: int) -> Any:
-        """Return the setting `name` for one layer. A layer has a value of its own or shares the value of its kind."""
+        """Return the value of a setting for one layer."""
         value = self.fields.get(f"swa_{name}") if kind == "window" else None
         value = self.fields.get(name) if value is None else value
         overrides = self.fields.get("per_layer_config")

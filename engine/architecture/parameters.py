@@ -1,4 +1,4 @@
-"""Counts of a model's parameters, computed from its config for the families in families.py."""
+"""Counts of a model's parameters, computed from the config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.engine.errors import ModelError
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters in classes that quantised formats treat differently."""
+    """Numbers of parameters, by how quantised formats store the parameters."""
 
     linear: int = 0  # matrices of attention and dense MLPs
     experts: int = 0  # matrices of routed experts
@@ -31,10 +31,10 @@ def add_up(parts: Iterable[Parameters]) -> Parameters:
 
 
 def count_parameters(config: Fields) -> dict[str, Parameters] | None:
-    """Count the parameters in each module of the language model, by names as in checkpoints ("model.layers.0.mlp").
+    """Count the parameters of each module of the language model. Keys are names in checkpoints ("model.layers.0.mlp").
 
-    All routed experts of a layer are counted under the name of the first expert. Returns None for a model that
-    families.py does not describe. Raises ModelError if the config does not describe all layers.
+    All routed experts of a layer are counted under the name of the first expert. Returns None for an unknown model
+    family. Raises ModelError if the config does not describe all layers.
     """
     family = FAMILIES.get(config.model_type)
     if family is None or not config.get("hidden_size") or not config.get("vocab_size") or _is_variant(config):
@@ -119,7 +119,6 @@ class _Counter:
         yield module, Parameters(other=other)
 
     def _mla(self, module: str) -> Iterator[_Module]:
-        """Yield the parameters of multi-head latent attention (DeepSeek-V2) and of its indexer (DeepSeek-V3.2)."""
         get, heads = self.config.get, self.reader.heads()
         latent, rope, plain = get("kv_lora_rank"), get("qk_rope_head_dim"), get("qk_nope_head_dim")
         value, narrow = get("v_head_dim"), get("q_lora_rank")

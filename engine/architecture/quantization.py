@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's quantisation, from config.json or from hf_quant_config.json (NVIDIA ModelOpt)."""
+"""Quantised format of a checkpoint, read from config.json or from hf_quant_config.json (NVIDIA ModelOpt)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Bits = float | None
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bits per weight of some modules of a checkpoint."""
+    """Bits per weight of some modules in a checkpoint."""
 
     bits: Bits  # with scales and zero points
     fp8: bool = False  # True if activations have 8 bits too
@@ -54,7 +54,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Format of a quantised checkpoint."""
+    """Quantised format of a checkpoint."""
 
     method: str
     schemes: tuple[Scheme, ...] = ()  # the first that applies to a module determines its bits
@@ -64,15 +64,15 @@ class Quantization:
     kv_doubt: str | None = None  # why the type of KV is unclear; None if it is clear
 
     def bits(self, module: str, *, expert: bool = False) -> Bits:
-        """Return the bits per weight in the matrix of a module, such as "model.layers.0.mlp.up_proj"."""
+        """Return the bits per weight of a module's matrix, for example of "model.layers.0.mlp.up_proj"."""
         schemes = (scheme for scheme in self.schemes if expert or not scheme.experts)
         return next((one.bits for one in schemes if one.pattern is None or one.pattern.search(module)), None)
 
 
 def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """Return the content of config.json, completed by the hf_quant_config.json in the same directory, if there is one.
+    """Return the content of a config.json, with missing settings added from the hf_quant_config.json beside it.
 
-    A setting in both files is taken from config.json. Raises ModelError if the file cannot be read.
+    Raises ModelError if that file exists but cannot be read.
     """
     if not (directory / QUANTIZATION_FILE).is_file():
         return content
@@ -84,22 +84,22 @@ def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mappi
 
 
 def settings_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization_config of a config.json; empty if the weights are not quantised."""
+    """Return the quantization_config in a config.json, which is empty if the weights are not quantised."""
     places = (content, nested_text(content) or {})
     found: Any = next((place[name] for place in places for name in _SETTINGS if place.get(name)), {})
     return found if isinstance(found, Mapping) else {"quant_method": str(found)}
 
 
 def named_format(name: str) -> str | None:
-    """Return the weight format in the name of a model, such as FP8 or AWQ; None if there is none."""
+    """Return the weight format in a model's name, such as FP8 or AWQ, or None."""
     found = _FORMAT_IN_NAME.search(name)
     return None if found is None else found[1]
 
 
 def quantization_of(fields: Fields) -> Quantization | None:
-    """Return the format of a model's checkpoint; None if it is not quantised.
+    """Return the quantised format of a model's checkpoint, or None if the weights are not quantised.
 
-    Raises ModelError if quantization_config does not have the structure that its quant_method prescribes.
+    Raises ModelError if the settings in quantization_config do not fit its quant_method.
     """
     settings = settings_of({"quantization_config": fields.get("quantization_config")})
     if not settings:
@@ -128,12 +128,12 @@ def quantization_of(fields: Fields) -> Quantization | None:
 
 
 def format_name(settings: Mapping[str, Any]) -> str:
-    """Return the name of a quantisation for users, such as "awq" or "modelopt NVFP4"."""
+    """Return the name of a quantised format for users, such as "awq" or "modelopt NVFP4"."""
     return f"{method_of(settings)} {settings.get('quant_algo') or ''}".strip()
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return the quant_method of a quantization_config. If it has none, infer the method from its other settings."""
+    """Return the quant_method of a quantization_config, or infer the method from the other settings."""
     if method := settings.get("quant_method"):
         name = str(method).lower().replace("_", "-")
         return next((known for known in _METHODS if name == known or name.startswith(f"{known}-")), name)
@@ -169,7 +169,7 @@ _WEIGHTS_ONLY = frozenset({"mxfp4", "fp8", "fbgemm-fp8", "awq", "gptq", "bitsand
 
 
 def _fp8_kv(stated: Mapping[str, Any], method: str) -> bool | None:
-    """Return True if KV is stored in fp8, False if in the model's type, None if `stated` does not tell."""
+    """Return True for KV in fp8, False for KV in the model's type, and None if the settings do not say."""
     if not stated:
         return False if method in _WEIGHTS_ONLY else None
     for scheme in stated.values():
@@ -184,7 +184,6 @@ def _fp8_kv(stated: Mapping[str, Any], method: str) -> bool | None:
 
 
 def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
-    """Yield the schemes of a quantization_config, beginning with modules that are not quantised."""
     get = settings.get
     yield from (Scheme(None, pattern=_module_pattern(name)) for name in _ignored(settings))
     match method:
@@ -243,11 +242,12 @@ def _ignored(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _module_pattern(name: str) -> re.Pattern[str]:
-    """Return a pattern that matches the module `name` and all modules in it. * and ? in `name` are wildcards.
+    """Return a pattern that matches the module `name` and the modules inside this module.
 
-    After "re:", `name` is a regular expression. The part of a name before the first "layers." is ignored, because it
-    differs between a text model and the same model inside a multimodal one.
+    `name` may contain the wildcards * and ?. If `name` begins with "re:", the rest is a regular expression.
     """
+    # The part of a name before the first "layers." is ignored, because it differs between a text model and the same
+    # model inside a multimodal one.
     if name.startswith("re:"):
         return _compiled(re.sub(r"^\^?((language_model|model)\\?\.)*", "", name[3:]))
     inner = re.sub(r"^.*?\b(?=layers\.)", "", name)
@@ -263,7 +263,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool, scale_bits: int = 16) -> Bits:
-    """Return the bits per weight if `group` weights share one scale and, if `zero_point` is True, one zero point."""
+    """Return the bits per weight if `group` weights share one scale and, with `zero_point`, one zero point."""
     if not isinstance(bits, int) or bits < 1:
         return None
     shared = scale_bits + (bits if zero_point else 0)

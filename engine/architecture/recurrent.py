@@ -1,4 +1,4 @@
-"""Sizes of recurrent layers and of the state that a recurrent layer keeps for each sequence."""
+"""Sizes of recurrent layers, and of the state that such a layer keeps for each sequence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ _FLOAT32 = 4
 
 
 class RecurrentSizes(NamedTuple):
-    """Sizes of one recurrent layer."""
-
     width: int  # of the output of all heads together
     state: int  # numbers in the state for each element of `width`
     channels: int  # of a short convolution
@@ -21,7 +19,7 @@ class RecurrentSizes(NamedTuple):
 
 
 def recurrent_sizes(fields: Fields) -> RecurrentSizes | None:
-    """Read the sizes of a config's recurrent layers; None for an unknown kind of layer."""
+    """Return the sizes of the recurrent layers in a config, or None for an unknown kind of layer."""
     get = fields.get
     if heads := get("linear_num_value_heads"):  # gated delta net: a matrix of key_dim x value_dim per value head
         key_dim, width = get("linear_key_head_dim"), heads * get("linear_value_head_dim")
@@ -42,9 +40,9 @@ def recurrent_sizes(fields: Fields) -> RecurrentSizes | None:
 
 
 def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
-    """Return the bytes of one recurrent layer's state for one sequence; None for an unknown kind of layer.
+    """Return the bytes of one recurrent layer's state for one sequence, or None for an unknown kind of layer.
 
-    `dtype_bytes` is the bytes of one number in the type of the model.
+    `dtype_bytes` is the bytes of one number in the model's type.
     """
     named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(fields.get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")))
     if (sizes := recurrent_sizes(fields)) is None:

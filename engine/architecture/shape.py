@@ -1,4 +1,4 @@
-"""Sizes of a model that are needed to plan memory."""
+"""Sizes of a model that memory planning needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model. If layers differ, a size is that of the largest layer."""
+    """Sizes of a model. Where layers differ, the size of the largest layer counts."""
 
     geometry: Geometry
     weights: Weights
@@ -45,10 +45,10 @@ def model_shape(
     weights: Weights | None = None,
     cache: ConfigCache | None = None,
 ) -> ModelShape:
-    """Return the sizes of a model from its transformers config or the content of its config.json.
+    """Return the sizes of a model from a transformers config or the content of a config.json.
 
-    `dtype_bytes` is the bytes of one number in the model's type. If `weights` is None, `model_weights` finds their
-    size. Raises ModelError if the config does not describe the layers, or if a size has the wrong type.
+    `dtype_bytes` is the bytes of one number in the model's type. By default, `model_weights` determines the weights.
+    Raises ModelError if the config does not describe the layers or has a size of the wrong type.
     """
     fields = read_fields(config, cache)
     geometry = kv_geometry(fields, dtype_bytes)
@@ -84,7 +84,7 @@ def model_shape(
 
 
 def inner_size(fields: Fields) -> int:
-    """Return the width of the dense MLP, or the total width of the experts that one token uses, whichever is larger."""
+    """Return the width of the dense MLP or of all experts that one token uses, whichever is larger."""
     dense = max(fields.mlp_size) if isinstance(fields.mlp_size, list) else fields.mlp_size
     routed = (fields.get("num_experts_per_tok") or 0) * fields.get("moe_intermediate_size", default=dense)
     return max(int(dense), int(routed + (fields.get("shared_expert_intermediate_size") or 0)))

@@ -50,7 +50,7 @@ _MLP_UNREAD = frozenset({"replace_with_linear", "sparsify", "moe"})
 
 
 def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under standard names, without those that are null.
+    """Return the settings that are not null, under standard names.
 
     Raises ModelError for a linear_attn_config that does not name each layer exactly once.
     """
@@ -73,7 +73,7 @@ def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
-    """Return the settings of block_configs (Nemotron-NAS), which describes the attention and the MLP of each layer."""
+    """Return the settings of block_configs (Nemotron-NAS), which describes attention and MLP of each layer."""
     attention, mlps = ([dict(block[part]) for block in blocks] for part in ("attention", "ffn"))
     heads, hidden = values.get("num_attention_heads", 0), values.get("hidden_size", 0)
     found: dict[str, Any] = {"layer_types": [], "num_key_value_heads": [], "sliding_window": []}
@@ -91,7 +91,7 @@ def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
 
 
 def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
-    """Return the width of an MLP: stated, computed from ffn_mult, or 0 if the block has no MLP."""
+    """Return the width of a block's MLP, 0 for a block without an MLP."""
     if mlp.get("no_op"):
         return 0
     if mlp.get("intermediate_size"):
@@ -100,7 +100,7 @@ def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
 
 
 def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any]:
-    """Return the MLP widths for ffn_multipliers (OpenELM), which has one multiple of hidden_size for each layer."""
+    """Return the widths of MLPs from ffn_multipliers (OpenELM), which has a multiple of hidden_size for each layer."""
     values.pop("qkv_multipliers", None)  # the numbers of heads follow from them
     divisor, widths = int(values.pop("ffn_dim_divisor", 1)), []
     for multiplier in multipliers:
@@ -111,7 +111,7 @@ def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any
 
 
 def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[str, Any]:
-    """Return the settings of linear_attn_config (Kimi Linear), which lists the numbers of layers of either type."""
+    """Return layer types from linear_attn_config (Kimi Linear), which lists the numbers of layers of each type."""
     full, delta = (set(described.get(name, ())) for name in ("full_attn_layers", "kda_layers"))
     layers = range(1, int(values.get("num_hidden_layers", 0)) + 1)
     if full & delta or full | delta != set(layers):
@@ -131,7 +131,7 @@ def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[st
 
 
 def _from_pattern(values: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
-    """Return the layer types for hybrid_layer_pattern (MiMo): 1 is a layer with a sliding window, 0 one without."""
+    """Return layer types from hybrid_layer_pattern (MiMo): 1 is a layer with a sliding window, 0 a layer without."""
     return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
 
 

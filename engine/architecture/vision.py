@@ -11,7 +11,7 @@ Settings = Mapping[str, Any]
 
 
 def encoder_parameters(config: Settings) -> int | None:
-    """Return the number of a model's parameters outside its language model; 0 for a text model, None if unknown."""
+    """Return the number of parameters outside the language model. 0: a text model. None: the number is unknown."""
     vision = config.get("vision_config")
     if any(config.get(name) for name in ("audio_config", "speech_config")):
         return None
@@ -25,7 +25,7 @@ def encoder_parameters(config: Settings) -> int | None:
 
 
 def can_be_built(config: Settings) -> bool:
-    """Return True if a model has an encoder whose parameters can be counted only by building the model."""
+    """Return True for a model whose encoder's parameters can be counted only by building the model."""
     described = any(isinstance(config.get(f"{name}_config"), Mapping) for name in ("vision", "audio", "speech"))
     return described and str(config.get("model_type")) not in _ENCODERS
 

@@ -1,4 +1,4 @@
-"""Size of a model's loaded weights, from the headers of its files or computed from its config."""
+"""Size of a model's weights, from the headers of safetensors files or computed from the config."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Weights:
 
 
 def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:
-    """Return the size of a model's weights when it is served in a type of `dtype_bytes` bytes.
+    """Return the size of a model's weights in a serving type of `dtype_bytes` bytes.
 
-    The size comes from the safetensors headers in the directory `path`, or from the config if there are no such files.
-    If neither tells the size, it is 0 and a note says why. Raises ModelError for a damaged file.
+    The size comes from the safetensors headers in the directory `path`, or else from the config. If neither tells the
+    size, the result is 0 bytes and a note that says why. Raises ModelError for a damaged file.
     """
     files: list[Path] = []
     if path is not None and (path / _INDEX).is_file():
@@ -98,7 +98,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
 
 
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
-    """Return the number of parameters of each module of a model, by name, and notes for the user.
+    """Return the number of parameters of each module by name, and notes for the user.
 
     The mapping is empty if the parameters cannot be counted.
     """
@@ -121,7 +121,7 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
 
 
 def numbered_shards(directory: Path) -> list[Path]:
-    """Return the paths of all files model-0000K-of-0000N.safetensors, K = 1 to N, if at least one of them exists."""
+    """Return the paths of all shards model-0000K-of-0000N.safetensors, if at least one of them exists."""
     totals = {match["total"] for file in directory.glob("model-*") if (match := _SHARD.fullmatch(file.name))}
     return [
         directory / f"model-{number:05}-of-{total}.safetensors"
@@ -131,7 +131,7 @@ def numbered_shards(directory: Path) -> list[Path]:
 
 
 def stored_bytes(modules: Mapping[str, Parameters], quantization: Quantization | None, dtype_bytes: int) -> Parameters:
-    """Return the bytes of each class of parameters. A parameter that is not quantised takes `dtype_bytes` bytes."""
+    """Return the bytes of each class of parameters. Unquantised parameters take `dtype_bytes` bytes each."""
     sizes = [0.0] * len(Parameters._fields)
     for name, counted in modules.items():
         for place, (each, count) in enumerate(zip(Parameters._fields, counted, strict=True)):
@@ -179,11 +179,9 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _built_modules(config: Any) -> dict[str, Any] | None:
-    """Count parameters by building the model on torch's meta device, which takes seconds but no memory.
-
-    Returns {"modules": {name: the five numbers of Parameters}, "understood": settings that the model's class knows}, or
-    None if the model cannot be built.
-    """
+    """Count parameters by building the model on torch's meta device, or return None if that fails."""
+    # Building takes seconds but no memory. The result has, as JSON, the numbers of Parameters for each module, and the
+    # settings that the model's class understands.
     made = transformers_config(config) if isinstance(config, Mapping) else config
     if made is None:
         return None

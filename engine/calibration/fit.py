@@ -1,4 +1,4 @@
-"""Fit of a FittedCost to measured steps. It minimises relative errors; all coefficients are at least 0."""
+"""Fit of a FittedCost to measured steps by non-negative least squares of relative errors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ KNEES = (0.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 class MeasuredStep(NamedTuple):
-    """Step that was measured. `seconds` is the median of its times."""
-
     shape: StepShape
-    seconds: float
+    seconds: float  # median of several measurements
     name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Result of a fit. Errors are relative, (predicted - measured) / measured, with one number per step."""
+    """Fitted cost and its relative errors, (predicted - measured) / measured, one for each step."""
 
     cost: FittedCost
     errors: tuple[float, ...]
@@ -41,7 +39,7 @@ class Fit:
 
 
 def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
-    """Fit a FittedCost to `steps`. `window` is the language model's sliding window in tokens, if it has one."""
+    """Fit a FittedCost to measured steps of a model with sliding windows of `window` tokens (None: without windows)."""
     fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))
 

@@ -44,12 +44,12 @@ _MAX_SWAPPED = 64
 
 
 class StepLimits(NamedTuple):
-    """Limits of an engine: tokens per step, sequences per step, tokens per sequence, and tokens in all KV blocks."""
+    """Limits of an engine."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-    kv_tokens: int
+    kv_tokens: int  # tokens in all KV blocks
 
     @property
     def max_rows(self) -> int:
@@ -83,7 +83,7 @@ def choose_steps(limits: StepLimits) -> dict[str, Rows]:
 
 
 def describe(rows: Rows) -> str:
-    """Return the name of a step, such as "4 decodes of 512 + prefill of 124 after 0" (after 0 tokens of context)."""
+    """Return a name for a step, such as "4 decodes of 512 + prefill of 124 after 0" (numbers of tokens)."""
     decodes = [context for context, tokens in rows if tokens == 1]
     prefills = [row for row in rows if row[1] > 1]
     parts = []
@@ -105,8 +105,6 @@ class ServingOverhead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimings:
-    """Timings of `engine` on its device."""
-
     engine: Engine
     steps: tuple[MeasuredStep, ...]
     serving: tuple[ServingOverhead, ...]
@@ -116,7 +114,7 @@ class DeviceTimings:
 
 
 def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Load the model and measure its steps, each `repeats` times.
+    """Load a model and measure steps on its device, each step `repeats` times.
 
     Raises ModelError if the model cannot be loaded, and ConfigError if `config` allows too few different steps.
     """
@@ -125,7 +123,7 @@ def measure_device(config: EngineConfig, repeats: int = 5, progress: Progress = 
 
 
 def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent) -> DeviceTimings:
-    """Measure the steps of an engine. This overwrites the engine's KV cache."""
+    """Measure steps of an engine. The steps overwrite the engine's KV cache."""
     executor = cast("TorchExecutor", engine.executor)
     assert engine.plan is not None
     config, window = engine.config, engine.plan.window
@@ -157,7 +155,7 @@ def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent
 
 
 def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> FittedCost:
-    """Return `cost` with the overhead of serving: steps are slower, and time passes before the next step starts."""
+    """Add the overhead of serving to `cost`: steps become slower, and time passes between steps."""
     matrix = np.array([[1 / each.between, each.num_seqs / each.between] for each in serving])
     per_step, per_row = non_negative(matrix).tolist()
     slowdown = max(1.0, statistics.median(each.slowdown for each in serving))
@@ -166,12 +164,10 @@ def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> Fitte
 
 
 class _ServedStep(NamedTuple):
-    """Step of a serving engine. `elapsed` is its seconds; `end` is the time at which its result came."""
-
     num_rows: int
     num_tokens: int
-    elapsed: float
-    end: float
+    elapsed: float  # seconds
+    end: float  # time at which the result came
 
 
 def _record(steps: list[_ServedStep], plan: StepPlan, result: StepResult) -> None:
@@ -179,7 +175,6 @@ def _record(steps: list[_ServedStep], plan: StepPlan, result: StepResult) -> Non
 
 
 def _serving_overheads(engine: Engine, limits: StepLimits, progress: Progress) -> tuple[ServingOverhead, ...]:
-    """Measure how much longer steps take while serving, for several numbers of sequences."""
     executor = cast("TorchExecutor", engine.executor)
     counts = sorted({min(count, limits.max_rows) for count in _SERVED})
     num_tokens = max(1, min(_SERVED_TOKENS, limits.max_model_len - 2))

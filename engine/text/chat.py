@@ -1,4 +1,4 @@
-"""Conversion of chat messages to the token ids of a prompt with the model's chat template."""
+"""Conversion of chat messages to prompt tokens with the model's chat template."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ def render_chat(
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
     `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template. With `continue_final_message`, the
-    token ids end with the text of the last message.
+    token ids end with the text of the last message. Special tokens in messages and in `template_kwargs` are encoded as
+    plain text, unless `parse_special` is True. `check` may refuse the rendered text before it is encoded.
 
-    Special tokens in the text of messages or `template_kwargs` are encoded as plain text, unless `parse_special` is
-    True. `check` may refuse the rendered text before it is encoded.
-
-    Raises RequestError if the model has no chat template, the template rejects a message or leaves it out, or
+    Raises RequestError if the model has no chat template, if the template rejects or omits a message, or if
     `template_kwargs` has a keyword that requests may not set.
     """
     if tokenizer.chat_template is None:
@@ -66,7 +64,6 @@ def render_chat(
 
 
 def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    """Return the text that the chat template writes. Raises RequestError if it rejects the messages."""
     from jinja2 import TemplateError
 
     conversation: Any = list(messages)
@@ -85,7 +82,7 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[
 
 @cache
 def _reserved() -> frozenset[str]:
-    """Return the keywords that requests may not pass to a template, because transformers' own functions use them."""
+    """Return the keywords that transformers itself uses, so that requests may not pass them to a template."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -95,7 +92,7 @@ def _reserved() -> frozenset[str]:
 
 
 def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
-    """Return `value` with special tokens and `_turn_tokens` escaped in every string that it contains."""
+    """Return `value` with special tokens and turn tokens escaped in all its strings."""
     # In messages of the assistant, only special tokens are escaped, because the model itself wrote the others.
     if isinstance(value, str):
         return tokenizer.escape(value, () if role == "assistant" else _turn_tokens(tokenizer))
@@ -108,7 +105,7 @@ def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
 
 @lru_cache(maxsize=8)
 def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the added tokens that the chat template writes around turns but that are not special tokens."""
+    """Return the added tokens that the chat template writes around turns, except special tokens."""
     chat = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
     for messages in (chat, chat[1:]):
         with suppress(RequestError):
@@ -121,7 +118,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, Any]) -> list[Message]:
-    """Return the messages in the first of `_forms` that the template renders without leaving out a message.
+    """Return the messages in a form that the chat template renders completely.
 
     Raises RequestError if there is no such form.
     """
@@ -140,7 +137,7 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
 
 
 def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[Message]]:
-    """Yield the messages as they are, and then in forms for templates that know fewer roles."""
+    """Yield the messages unchanged, and then in forms for templates that know fewer roles."""
     # In the second form, developer messages have become system messages. If the template does not name the developer
     # role, this form comes first, because many templates write any role although the model knows only some. In the last
     # two forms, system messages are joined to the user messages beside them: first all except a system message at the
@@ -156,7 +153,7 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each system message joined to a user message beside it, or as a user message."""
+    """Join each system message to a user message beside it, or turn the system message into a user message."""
     turns: list[Message] = []
     after_system = False
     for message in messages:
@@ -172,7 +169,7 @@ def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_objects(message: Message) -> Message:
-    """Return the message with the arguments of its tool calls parsed from JSON, as most templates expect them."""
+    """Parse the arguments of tool calls from JSON, because most templates expect objects."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -186,7 +183,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
-    """Raise RequestError if the template leaves out a tool call, or the content of any role except assistant."""
+    """Raise RequestError if the template omits a tool call or the content of a message that is not the assistant's."""
     # The check renders the messages with a made-up word in place of each content and of each function name in a tool
     # call, and looks for these words in the result.
     words: dict[str, str] = {}
@@ -215,7 +212,7 @@ def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Map
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:
-    """Return the message with its text parts joined ("" if it has none). Raises RequestError for any other content."""
+    """Join the text parts of a message's content. Raises RequestError for content that is not text."""
     content, calls = message.get("content"), message.get("tool_calls") or ()
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None

@@ -10,9 +10,7 @@ from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 class Detokenizer:
     """Incremental detokenizer of one output.
 
-    The texts that `push` returns, followed by the text that `flush` returns, equal `tokenizer.decode(ids,
-    skip_special_tokens)` for any ids. `push` holds back only the bytes of an incomplete character, which the next token
-    may change.
+    The texts from `push` and the text from `flush` together equal `tokenizer.decode(ids, skip_special_tokens)`.
     """
 
     # For a byte-level tokenizer, the text is the bytes of all tokens, decoded as UTF-8. The tokenizers library gives
@@ -32,7 +30,7 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add the next token. Return the text that no later token can change."""
+        """Add the next token. Return the text that later tokens cannot change."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
         if self._utf8 is not None:
@@ -44,7 +42,7 @@ class Detokenizer:
         return "" if BYTE_TOKEN.fullmatch(token) else self._decode_pending()
 
     def flush(self) -> str:
-        """Return the text held back so far. Call this after the last token. An incomplete character becomes U+FFFD."""
+        """Return the text held back by `push` after the last token. An incomplete character becomes U+FFFD."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return self._decode_pending() if self._pending else ""

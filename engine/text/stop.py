@@ -1,4 +1,4 @@
-"""Search for stop strings in the text of an output."""
+"""Search for stop strings in an output."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from __future__ import annotations
 class StopMatcher:
     """Matcher that ends a text at the first stop string. The text arrives in pieces of any size.
 
-    The match that ends first counts. If several matches end at the same character, the longest one counts. Text is held
-    back only while it may be the beginning of a stop string.
+    The stop string that ends first counts. If several stop strings end at the same character, the longest one counts.
     """
 
     # Each stop string has a Knuth-Morris-Pratt automaton, so the cost per character does not depend on the lengths of
@@ -21,7 +20,7 @@ class StopMatcher:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text. Return the part that is certain to be output, and the stop string that ends the text, if any."""
+        """Add text. Return the text that can be output now, and the stop string that ends the output, if any."""
         if not self._stops:
             return text, None
         buffer = self.held + text
@@ -34,13 +33,13 @@ class StopMatcher:
         return buffer[:certain], None
 
     def flush(self) -> str:
-        """Return the text that was held back. Call this at the end of an output in which no stop string was found."""
+        """Return the text held back by `push`, if the output ended without a stop string."""
         held, self.held = self.held, ""
         self._matched = [0] * len(self._stops)
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Pass one character to every automaton. Return the longest stop string that ends with it, or None."""
+        """Pass one character to every automaton. Return the longest stop string that is complete now, or None."""
         met = ""
         for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             matched = self._matched[i]
@@ -55,7 +54,8 @@ class StopMatcher:
 
 
 def _borders(pattern: str) -> list[int]:
-    """Return, for each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
+    """Return the Knuth-Morris-Pratt table of a pattern."""
+    # For each prefix, this is the length of its longest proper prefix that is also its suffix.
     borders = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):

@@ -1,4 +1,4 @@
-"""Conversion of text to token ids and back with the tokenizers library."""
+"""Conversion between text and token ids with the tokenizers library."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja template for chats. If the model has several, this is the one called "default"."""
+        """Jinja template for chats. Of several templates, the one named "default"."""
         template = self.fast.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True, *, escaped: bool = False) -> list[int]:
-        """Return the token ids of `text`. Special tokens that are written in the text are recognised.
+        """Return the token ids of `text`, in which special tokens are recognised.
 
         `add_special_tokens` adds the special tokens that the model expects around a text, often only BOS. With
-        `escaped`, tokens that `escape` marked are encoded as plain text. Raises RequestError for a lone surrogate.
+        `escaped`, the tokens that `escape` marked are encoded as plain text. Raises RequestError for a lone surrogate.
         """
         check_unicode(text, "prompt")
         backend = self._unescaping if escaped and _MARK in text else self.backend
@@ -66,10 +66,7 @@ class Tokenizer:
         return ids
 
     def escape(self, text: str, also: Iterable[str] = ()) -> str:
-        """Return `text` with marks in its special tokens and in the tokens `also`, so that they are not recognised.
-
-        The result may become part of a longer text. `encode(..., escaped=True)` removes the marks.
-        """
+        """Mark all special tokens and the tokens `also` in a text, so that they can be encoded as plain text."""
         for token in (_MARK, *self._special, *also):
             if token in text:
                 text = text.replace(token, "".join(char + _MARK for char in token))
@@ -82,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def _unescaping(self) -> tokenizers.Tokenizer:
-        """Copy of the backend that removes the marks of `escape` after it has recognised added tokens."""
+        # This copy of the backend removes the marks of `escape` after it has recognised added tokens.
         # A backend first looks for added tokens in the raw text. Then it normalises the text between them, where the
         # copy removes the marks. Last, it looks for the added tokens that are declared as normalised. In the copy, only
         # blank tokens are declared so. Thus a token that was marked is not recognised after its marks are gone.
@@ -109,12 +106,12 @@ class Tokenizer:
         return copy
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`. Ids without a token are skipped. Bytes that form no character become U+FFFD."""
+        """Return the text of token ids. Unknown ids are skipped. Bytes that form no character become U+FFFD."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, special or not; b"" for an id without a token."""
+        """Return the bytes of one token, or b"" for an unknown id."""
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return b""
@@ -128,7 +125,7 @@ class Tokenizer:
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of `text` without encoding it; 0 if no bound is known."""
+        """Return a lower bound of the number of tokens in `text`, without encoding it. 0: no bound is known."""
         longest, dropped = self._token_limits
         if longest is None:
             return 0
@@ -137,7 +134,7 @@ class Tokenizer:
 
     @cached_property
     def _token_limits(self) -> tuple[int | None, bytes]:
-        """Largest number of bytes that one token can stand for in a text, and the bytes that have no token."""
+        # The result is the largest number of bytes that one token can stand for, and the bytes that have no token.
         # The tokenizer drops bytes without a token. The number is None except for a BPE tokenizer that keeps all other
         # bytes. Other tokenizers may turn several unknown characters into one token, or drop characters.
         vocab = self.backend.get_vocab(with_added_tokens=True)
@@ -158,7 +155,7 @@ class Tokenizer:
         return shortened * max(len(self.token_bytes(i)) for i in vocab.values()), dropped
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if decode(skip_special_tokens=True) omits the token of this id."""
+        """Return True if decode(skip_special_tokens=True) omits this token."""
         return token_id in self._special_ids
 
 
@@ -173,7 +170,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Return True if this step of a tokenizer is known to drop no characters."""
+    """Return True if a step of a tokenizer is known to drop no characters."""
     match step["type"]:
         case "Replace":
             return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + " "))
@@ -184,7 +181,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def check_unicode(text: str, param: str) -> None:
-    """Raise RequestError, for the parameter `param`, if `text` cannot be written as UTF-8."""
+    """Raise RequestError for the parameter `param` if `text` cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -197,7 +194,7 @@ def check_unicode(text: str, param: str) -> None:
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte of each character in GPT-2's byte-level alphabet."""
+    """Return the byte that each character of GPT-2's byte-level alphabet stands for."""
     # Printable Latin-1 characters stand for their own bytes, characters from U+0100 on for the other bytes.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
