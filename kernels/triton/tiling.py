@@ -94,8 +94,9 @@ def choose_tiling(
         return Tiling(block_m, block_n, block_d, block_v, num_warps=4 if row_bytes <= 512 else 8, num_stages=1)
     block_m, block_n = (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 16)
     block_m = max(16 if decodes else block_m, padded(group))
-    # Registers of the largest tiles would spill. Hopper's products read one factor from shared memory.
-    if block_m * row_bytes > (1 << 15) or (block_m * block_n * row_bytes == 1 << 21 and capability < 90):
+    # Registers of the largest tiles would spill, unless products can read factors from shared or tensor memory.
+    reads_memory = 90 <= capability < 120
+    if block_m * row_bytes > (1 << 15) or (block_m * block_n * row_bytes == 1 << 21 and not reads_memory):
         block_n = max(16, block_n // 2)
     num_warps = 4 if decodes and block_m <= 32 else 8
     return Tiling(block_m, block_n, block_d, block_v, num_warps, num_stages=3)  # block ids, keys and values, products

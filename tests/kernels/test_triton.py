@@ -27,7 +27,13 @@ from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import Gpu, choose_tiling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may have (CUDA programming guide)
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}  # bytes a program may have (CUDA programming guide)
 MAX_REGISTERS = 255
 ITEM_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -133,6 +139,13 @@ def test_attention_compiles_within_the_gpus_limits(
     tensor_cores = re.search(r"mma\.sync|wgmma\.mma_async", compiled.asm["ptx"]) is not None
     assert tensor_cores == (dtype != "fp32")
     assert "tf32" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", [100, 120])
+def test_chunks_compile_for_blackwell(arch: int, tmp_path: Path) -> None:
+    compiled = attention_kernel(arch, "bf16", 128, decodes=False)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    assert resources(compiled, tmp_path)["STACK"] == 0
 
 
 @pytest.mark.parametrize(
