@@ -59,7 +59,7 @@ class TransformersModel:
 
 def turn_off_checks(model: PreTrainedModel) -> None:
     """Turn off checks in the model that make every pass wait for the device."""
-    # It looks for padding tokens, and compares positions with the length at which rotary embeddings change, which no
+    # They look for padding tokens, and compare positions with the length at which rotary embeddings change, which no
     # request exceeds (see `rotary_limit`).
     modules: list[Any] = list(model.modules())
     for module in modules:
