@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
 from llmsched.engine.architecture.shape import model_shape
@@ -19,7 +21,7 @@ from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.memory.activations import logits_limit
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
-from llmsched.engine.memory.planner import plan_memory
+from llmsched.engine.memory.planner import plan_memory, refit
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import OpenModel, open_model
 from llmsched.engine.progress import Progress, silent, with_remark
@@ -31,13 +33,20 @@ if TYPE_CHECKING:
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
 
+T = TypeVar("T")
+
 #: Knobs that determine what is loaded and reserved; all others only affect scheduling.
 RESERVING = frozenset(
     {
         *("model", "dtype", "kv_cache_dtype", "device", "max_model_len", "block_size", "gpu_memory_utilization"),
-        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space", "model_impl"),
+        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space", "model_impl", "enforce_eager"),
     }
 )
+
+#: Most KV blocks during the warm-up on a GPU, whose measured memory then decides how many blocks there are.
+WARMUP_BLOCKS = 256
+#: Memory by which the second attempt to reserve KV blocks is smaller if the first one runs out of memory.
+SPARE_BYTES = 512 << 20
 
 #: The knob that limits the memory of KV blocks, by kind of device.
 _FOR_BLOCKS = {"cuda": setting("gpu_memory_utilization"), "cpu": setting("kv_cache_memory_bytes")}
@@ -70,8 +79,8 @@ def build_engine(
     if plan.device.kind == "cpu":
         free -= plan.fixed_bytes + plan.kv_bytes
     swap = plan_swap(config.swap_space, plan.block_bytes, free)
-    executor, plan = _load(opened, resolved, plan, swap, progress)
-    resolved = replace(resolved, model_impl=executor.model_impl)
+    executor, plan = _load(opened, config, resolved, plan, swap, progress)
+    resolved = replace(plan.resolve(config, dtype, kv_dtype), model_impl=executor.model_impl)
     metrics = EngineMetrics(served_model_name or opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     kv = make_kv(resolved, plan.num_blocks, swap, plan.layout)
     return Engine(resolved, opened.info, opened.tokenizer, executor, kv, plan=plan, metrics=metrics)
@@ -93,8 +102,17 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
 
 
 def _load(
-    opened: OpenModel, config: ResolvedConfig, plan: MemoryPlan, swap: SwapSpace, progress: Progress
+    opened: OpenModel,
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    plan: MemoryPlan,
+    swap: SwapSpace,
+    progress: Progress,
 ) -> tuple[TorchExecutor, MemoryPlan]:
+    """Load the model, reserve KV blocks and warm up; return the executor, and `plan` with the measured memory.
+
+    On a GPU, the plan's number of blocks is changed to fill the memory that is left after the measured parts.
+    """
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
@@ -106,34 +124,95 @@ def _load(
     if starts_empty(opened.device):
         progress = with_remark(progress, "compiling CPU kernels; later starts find them on disk")
     progress("preparing the layers", 0, 1)
+    measures = plan.device.kind == "cuda"
     with _within_memory(
         plan, "reserving KV blocks", f"lower {_FOR_BLOCKS[plan.device.kind]} (or {setting('swap_space')})"
     ):
         executor = TorchExecutor(
             model,
-            num_blocks=plan.num_blocks,
+            num_blocks=min(plan.num_blocks, WARMUP_BLOCKS) if measures else plan.num_blocks,
             block_size=plan.block_size,
             device=opened.device,
-            kv_dtype=getattr(torch, config.kv_cache_dtype),
+            kv_dtype=getattr(torch, resolved.kv_cache_dtype),
             max_model_len=plan.max_model_len,
-            num_host_blocks=swap.num_blocks,
+            num_host_blocks=0 if measures else swap.num_blocks,
             layout=plan.layout,
-            model_impl=config.model_impl,
+            model_impl=resolved.model_impl,
             logits_bytes=logits_limit(plan.device.total),
         )
     progress("preparing the layers", 1, 1)
     remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"
-    with _within_memory(plan, "computing the largest steps", remedy):
+    if plan.graph_bytes:
+        remedy += f", or set {setting('enforce_eager')}"
+
+    def warm_up() -> tuple[MemoryPlan, MeasuredMemory]:
         peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len, progress)
-    context = None
-    if executor.device.type == "cuda":
-        progress("measuring memory", 0, 1)
-        # The driver reports one sum: torch's memory, the CUDA context, and what other processes hold (see the plan).
-        free, total = torch.cuda.mem_get_info(executor.device)
-        context = max(0, total - free - torch.cuda.memory_reserved(executor.device) - plan.device.used_by_others)
-        progress("measuring memory", 1, 1)
-    measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak, context)
-    return executor, replace(plan, measured=measured)
+        measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak)
+        return _fit(executor, config, plan, measured, swap, progress) if measures else (plan, measured)
+
+    with _within_memory(plan, "computing the largest steps", remedy):
+        # torch hands the cuBLAS handle of a thread that has ended on to the next thread, here the engine's.
+        plan, measured = _in_a_thread(warm_up) if measures else warm_up()
+    return executor, replace(plan, measured=replace(measured, kv=executor.kv_cache_bytes))
+
+
+def _in_a_thread(action: Callable[[], T]) -> T:
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="llmsched-warm-up", daemon=True).start()
+    return outcome.result()
+
+
+def _fit(
+    executor: TorchExecutor,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    measured: MeasuredMemory,
+    swap: SwapSpace,
+    progress: Progress,
+) -> tuple[MemoryPlan, MeasuredMemory]:
+    """Capture graphs and reserve the KV blocks that fit in the memory that is left, on an executor that is warm.
+
+    Returns the plan with its number of blocks, and the measured memory. Graphs are captured twice: first for a cache of
+    a few blocks, to measure them, and then for the final cache. If the blocks take more memory than planned, their
+    number is lowered once.
+    """
+    rows, chosen = min(config.max_num_seqs, plan.max_num_batched_tokens), config.kv_cache_memory_bytes
+    limit = plan.budget_bytes if chosen is None and config.num_gpu_blocks_override is None else plan.device.free
+    progress("measuring memory", 0, 1)
+    # The driver reports one sum: torch's memory, the CUDA context, and what other programs hold (see the plan).
+    context = max(0, executor.used_bytes() - executor.reserved_bytes() - plan.device.used_by_others)
+    # What torch keeps after the warm-up, such as workspaces of libraries, was counted with the activations.
+    activations = max(plan.activation_bytes, measured.activations or 0)
+    activations -= max(0, executor.reserved_bytes() - measured.weights - executor.kv_cache_bytes)
+    progress("measuring memory", 1, 1)
+    graphs = None if config.enforce_eager else executor.capture(rows, plan.max_model_len, progress)
+    measured = replace(measured, context=context, graphs=graphs)
+    for attempts_left in (1, 0):
+        fitted = refit(plan, config, measured)
+        if fitted.problem is not None:
+            raise fitted.problem
+        try:
+            executor.reserve(fitted.num_blocks)
+            excess = executor.used_bytes() - plan.device.used_by_others + activations - limit
+            excess += graphs.num_bytes if graphs else 0
+        except Exception as error:
+            if not attempts_left or not is_out_of_memory(error):
+                raise
+            excess = SPARE_BYTES
+        if excess <= 0:
+            break
+        measured = replace(measured, context=context + excess + plan.block_bytes)  # KV is rounded down to blocks
+    executor.reserve_host(swap.num_blocks)
+    if graphs is not None:
+        graphs = executor.capture(rows, fitted.max_model_len, progress)
+    return fitted, replace(measured, context=context, graphs=graphs)
 
 
 @contextmanager

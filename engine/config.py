@@ -112,6 +112,11 @@ class EngineConfig:
     async_scheduling: bool = knob(
         True, "on a GPU, schedule and launch each step before the results of the step before it are known"
     )
+    enforce_eager: bool = knob(
+        False,
+        "on a GPU, launch each operation of every step; by default, steps of up to 512 decodes and no prefill run as "
+        "CUDA graphs, which need one launch per step but take memory",
+    )
     preemption_mode: PreemptionMode = knob(
         "auto",
         "what happens to the KV of a preempted request: recompute drops it, swap copies it to host memory while "

@@ -137,7 +137,11 @@ class EngineMetrics:
         for name, size, help_text in (
             ("memory_weights_bytes", parts.weights, "Memory of the weights."),
             ("memory_activations_bytes", parts.activations, "Memory planned for the activations of the largest step."),
-            ("memory_other_bytes", parts.other, "Memory planned for the CUDA context and recurrent state."),
+            (
+                "memory_other_bytes",
+                parts.other,
+                "Memory planned for CUDA's context and graphs, and recurrent state.",
+            ),
             ("kv_cache_bytes", parts.kv, "Memory of all KV blocks."),
         ):
             self._labelled(Gauge, name, help_text).set(size)

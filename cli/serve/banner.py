@@ -5,6 +5,7 @@ import socket
 from llmsched.cli import render
 from llmsched.cli.serve.home_page import commands_to_try
 from llmsched.engine.core import Engine
+from llmsched.engine.memory.graph_memory import CapturedGraphs
 from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
 from llmsched.engine.units import human_bytes
 
@@ -65,6 +66,9 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         parts = [("weights", human_bytes(plan.weights_bytes)), ("activations", human_bytes(plan.activation_bytes))]
     else:
         parts = [(each.part, predicted_and_actual(each)) for each in reconcile(plan, plan.measured)]
+        if plan.graph_bytes:
+            *parts, (label, size) = parts
+            parts.append((label, graphs_text(plan.measured.graphs, size)))
     return [
         ("memory", f"{plan.device.name}: {human_bytes(plan.budget_bytes)} for weights, activations and KV"),
         *parts,
@@ -75,6 +79,15 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
             f"{plan.max_num_seqs} requests of {plan.max_model_len} tokens",
         ),
     ]
+
+
+def graphs_text(graphs: CapturedGraphs | None, size: str) -> str:
+    """Return a text on the captured CUDA graphs, whose predicted and actual size is `size`."""
+    if graphs is None:
+        return "none, because they could not be captured (a warning says why)"
+    return (
+        f"{graphs.num_graphs} for steps of up to {graphs.max_rows} decodes, captured in {graphs.seconds:.1f} s; {size}"
+    )
 
 
 def predicted_and_actual(part: Reconciled) -> str:

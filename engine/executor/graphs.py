@@ -34,10 +34,15 @@ class NotCapturableError(Exception):
 class NothingWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which operations raise NotCapturableError if the host would have to wait for the device."""
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device.type
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         # Indexing has a tag for the case of a mask, which selects a number of elements that only the device knows.
-        if any(map(_is_mask, args[1])) if name in _INDEXING else not _DEPENDENT.isdisjoint(func.tags):
+        waits = any(map(_is_mask, args[1])) if name in _INDEXING else not _DEPENDENT.isdisjoint(func.tags)
+        if waits and args[0].device.type == self._device_type:
             raise NotCapturableError(f"{func} waits for values on the device")
         with self:  # see also the operations of which this one consists
             result = func.decompose(*args, **(kwargs or {}))
@@ -125,7 +130,7 @@ class DecodeGraphs:
         context = replace(inputs.context, block_tables=self._tables[:, :size], works=works)
         run = partial(self._model.forward, inputs.input_ids, inputs.positions, context, None)
         self._set_tables(inputs)
-        with NothingWaits():  # type: ignore[no-untyped-call]
+        with NothingWaits(self._tables.device):
             run()
         run()
         recording = self._record(run)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.context_limit import rotary_limit
 from llmsched.engine.config import ModelImplementation
-from llmsched.engine.errors import ModelError, is_out_of_memory, one_line
+from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split
 from llmsched.engine.executor.buffers import MAX_STEP_BYTES, StepBuffers, step_bytes, to_device
@@ -85,26 +85,31 @@ class TorchExecutor(Executor):
         self._buffers = StepBuffers(self.device, 1 << 16)
         #: Number of logits per token. Only ids below it can be sampled or biased.
         self.vocab_size = self._model.vocab_size
-        self.reserve(num_blocks, num_host_blocks)
+        self.reserve(num_blocks)
+        self.reserve_host(num_host_blocks)
         self._logits_at_once = max(1, logits_bytes // (4 * self._model.vocab_size))
         self._sampler = Sampler(self._logits_at_once)
         self._sampled = SampledTokens()
         #: Called before sampling with the sequences and the logits [R, vocab_size] of their next tokens.
         self.on_logits: Callable[[ListLike[Sequence], torch.Tensor], None] | None = None
 
-    def reserve(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Replace the KV cache and the host blocks by new, empty ones, and drop all graphs."""
+    def reserve(self, num_blocks: int) -> None:
+        """Replace the KV cache by a new, empty one. Drop all graphs and host blocks, which belong to the old one."""
+        self.used_bytes()  # waits for all work, also for weights that are still being loaded on the default stream
         self._graphs: DecodeGraphs | None = None
         self._host: HostBlocks | None = None
         self._cache = KVCache([], [], [])
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)  # the default stream may still be loading weights
-            torch.cuda.empty_cache()
+        self.used_bytes()  # returns their memory
         with torch.cuda.stream(self._stream):
             self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, self._kv_dtype, self.device)
-            self._host = HostBlocks(self._cache, num_host_blocks, self.device) if num_host_blocks else None
         self.num_blocks = num_blocks
         self.kv_cache_bytes = self._cache.num_bytes
+
+    def reserve_host(self, num_host_blocks: int) -> None:
+        """Reserve blocks in host memory, to which KV blocks can be swapped."""
+        if num_host_blocks:
+            with torch.cuda.stream(self._stream):
+                self._host = HostBlocks(self._cache, num_host_blocks, self.device)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self._sampler.forget(plan.finished)
@@ -240,7 +245,9 @@ class TorchExecutor(Executor):
             before = torch.cuda.memory_allocated(self.device)
         sizes = (max_num_batched_tokens, max_num_seqs, max_model_len)
         num_bytes = step_bytes(*sizes, self.layout.num_groups, self.block_size)
-        self._buffers, self._graphs = StepBuffers(self.device, min(num_bytes, MAX_STEP_BYTES)), None
+        self._graphs = None
+        with torch.cuda.stream(self._stream):
+            self._buffers = StepBuffers(self.device, min(num_bytes, MAX_STEP_BYTES))
         for name, rows, sampling in warmup_steps(*sizes):
             progress(f"{work}: {name}", 0, 1)
             dummies = [self._dummy_row(row, count, start, sampling) for row, (start, count) in enumerate(rows)]
@@ -256,15 +263,14 @@ class TorchExecutor(Executor):
     ) -> CapturedGraphs | None:
         """Capture a CUDA graph for each of the `graph_sizes`, which overwrites the cache. Call `warmup` first.
 
-        Returns None if there are no graphs, because the device is a CPU and `record` is None, or because the model
-        cannot be captured. In the second case, a warning says why.
+        Returns None on a CPU without `record`. If the capture fails, a warning says why, and the result is None too.
         """
         if record is None:
             if self._stream is None:
                 return None
             record = cuda_recorder(self._stream)
         self._graphs = None
-        started, before, sizes = time.perf_counter(), self._free_bytes(), graph_sizes(max_rows)
+        started, before, sizes = time.perf_counter(), self.used_bytes(), graph_sizes(max_rows)
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 blocks = -(-max_model_len // self.block_size)
@@ -275,14 +281,12 @@ class TorchExecutor(Executor):
                     graphs.capture(self._decode_inputs(size, 0))
                     graphs.check(self._decode_inputs(size, min(1, max_model_len - 1)))
         except Exception as error:
-            if is_out_of_memory(error):
-                raise
             reason = error.__context__ or error  # the end of a capture that failed raises another error
-            logger.warning("decodes run without CUDA graphs, which this model does not allow: %s", one_line(reason))
+            logger.warning("decodes run without CUDA graphs, because they cannot be captured: %s", one_line(reason))
             return None
         progress("capturing CUDA graphs", len(sizes), len(sizes))
         self._graphs = graphs
-        num_bytes = max(0, before - self._free_bytes())
+        num_bytes = max(0, self.used_bytes() - before)
         return CapturedGraphs(len(sizes), sizes[-1], time.perf_counter() - started, num_bytes)
 
     def _decode_inputs(self, size: int, position: int) -> ModelInputs:
@@ -292,13 +296,21 @@ class TorchExecutor(Executor):
         self._buffers.upload()
         return inputs
 
-    def _free_bytes(self) -> int:
-        """Return the free memory of a GPU after all work, without what torch keeps for later; 0 on a CPU."""
+    def used_bytes(self) -> int:
+        """Return the used memory of the GPU, by all programs, after all work; 0 on a CPU.
+
+        Memory that torch keeps for later is returned first.
+        """
         if self._stream is None:
             return 0
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.device)[0]
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def reserved_bytes(self) -> int:
+        """Return the GPU's memory that torch holds; 0 on a CPU."""
+        return 0 if self._stream is None else torch.cuda.memory_reserved(self.device)
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:
         """Return a plan of invented sequences, with which the time of a step can be measured.

@@ -13,8 +13,8 @@ A step runs MLPs, attention and the sampler one after the other, so the peak in 
 `dtype` is the size of one number in bytes; hidden, inner, query, kv, head_dim and vocab are sizes of the model. A CPU
 without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so the MLP needs
 tokens x inner x 6 bytes more, because gate and up are computed as one product. The attention term applies only to
-CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates. The
-engine does not capture CUDA graphs, so they need no term.
+CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates.
+graph_memory.py has the memory of CUDA graphs.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ LAYER_BYTES = 512 << 10
 
 class CapturedGraphs(NamedTuple):
     num_graphs: int
-    max_rows: int  # rows of the largest graph
-    seconds: float  # time of the capture
+    max_rows: int
+    seconds: float
     num_bytes: int
 
 
@@ -38,12 +38,9 @@ def graph_sizes(max_rows: int) -> list[int]:
     return sizes
 
 
-def graph_bytes(
-    shape: ModelShape, max_rows: int, dtype_bytes: int, *, max_context: int, block_size: int, num_groups: int
-) -> int:
+def graph_bytes(shape: ModelShape, max_rows: int, dtype_bytes: int) -> int:
     """Return an estimate of the memory of all graphs for steps of up to `max_rows` decodes."""
     sizes = graph_sizes(max_rows)
     logits = sum(sizes) * shape.vocab_size * dtype_bytes
-    tables = 4 * num_groups * sizes[-1] * -(-max_context // block_size)
     layers = sum(group.layers for group in shape.geometry.groups)
-    return mlp_bytes(shape, sizes[-1], dtype_bytes) + logits + tables + len(sizes) * layers * LAYER_BYTES
+    return mlp_bytes(shape, sizes[-1], dtype_bytes) + logits + len(sizes) * layers * LAYER_BYTES

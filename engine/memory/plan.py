@@ -10,10 +10,11 @@ from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.memory.graph_memory import CapturedGraphs
 
 
 class MemoryParts(NamedTuple):
-    """Bytes reserved for each part. `other` is the CUDA context and the recurrent state."""
+    """Bytes reserved for each part. `other` is the CUDA context, CUDA graphs and the recurrent state."""
 
     weights: int
     activations: int
@@ -29,6 +30,7 @@ class MeasuredMemory:
     kv: int
     activations: int | None = None
     context: int | None = None
+    graphs: CapturedGraphs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class MemoryPlan:
     weights_bytes: int
     activation_bytes: int
     context_bytes: int
+    graph_bytes: int
     state_bytes: int  # recurrent state of max_num_seqs_limit sequences
     available_kv_bytes: int  # what the other parts leave for KV
     dtype_bytes: int
@@ -72,13 +75,14 @@ class MemoryPlan:
             "weights": self.weights_bytes,
             "activations": self.activation_bytes,
             "CUDA context": self.context_bytes,
+            "graphs": self.graph_bytes,
             "recurrent state": self.state_bytes,
         }
         return {name: count for name, count in parts.items() if count}
 
     @property
     def fixed_bytes(self) -> int:
-        return self.weights_bytes + self.activation_bytes + self.context_bytes + self.state_bytes
+        return sum(self.fixed_parts.values())
 
     @property
     def kv_bytes(self) -> int:
@@ -88,7 +92,7 @@ class MemoryPlan:
     def parts(self) -> MemoryParts:
         """Bytes of each part. After the engine has started, the weights are measured; all other bytes are planned."""
         weights = self.measured.weights if self.measured else self.weights_bytes
-        other = self.context_bytes + self.state_bytes
+        other = self.context_bytes + self.graph_bytes + self.state_bytes
         return MemoryParts(weights, self.activation_bytes, other, self.kv_bytes)
 
     @property
@@ -167,7 +171,7 @@ class Reconciled:
 
 
 def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
-    """Return planned and measured bytes of weights, activations, KV and, on a GPU, the CUDA context."""
+    """Return planned and measured bytes of weights, activations, KV and, on a GPU, the CUDA context and graphs."""
     parts = [
         Reconciled("weights", plan.weights_bytes, measured.weights),
         Reconciled("activations", plan.activation_bytes, measured.activations),
@@ -175,6 +179,8 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
     ]
     if plan.context_bytes:
         parts.append(Reconciled("CUDA context", plan.context_bytes, measured.context))
+    if plan.graph_bytes:
+        parts.append(Reconciled("CUDA graphs", plan.graph_bytes, measured.graphs and measured.graphs.num_bytes))
     return parts
 
 
@@ -185,6 +191,7 @@ def ratios(plan: MemoryPlan) -> dict[str, float]:
     """
     if plan.measured is None:
         return {}
-    names = {"weights": "weights", "activations": "activations", "KV": "kv", "CUDA context": "context"}
+    names = {"weights": "weights", "activations": "activations", "KV": "kv"}
+    names |= {"CUDA context": "context", "CUDA graphs": "graphs"}
     parts = reconcile(plan, plan.measured)
     return {f"{names[each.part]}_ratio": round(each.ratio, 4) for each in parts if each.ratio is not None}

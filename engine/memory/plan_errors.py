@@ -88,7 +88,7 @@ def _more_memory(plan: MemoryPlan, need: int) -> list[str]:
 def _smaller(plan: MemoryPlan, need: int) -> list[str]:
     device = plan.device
     room = device.free if device.kind == "cpu" else min(device.free, MAX_ADVISED_UTILISATION * device.total)
-    unscaled = plan.context_bytes + plan.state_bytes
+    unscaled = plan.context_bytes + plan.graph_bytes + plan.state_bytes
     if plan.dtype_bytes > 2 and unscaled + (need - unscaled) / 2 <= room:
         return [f"set {setting('dtype')} to {'bfloat16' if device.computes_bf16 else 'float16'}", "use a smaller model"]
     return ["use a smaller model"]

@@ -1,7 +1,7 @@
 """Memory model: the bytes that a device holds besides KV, and the number of KV blocks that fit in the rest.
 
     GPU   budget    = min(total x gpu_memory_utilization, total - what other programs hold)
-          KV        = budget - weights - activations - context - recurrent state
+          KV        = budget - weights - activations - context - CUDA graphs - recurrent state
     CPU   KV        = kv_cache_memory_bytes, else min(4 GiB, a quarter of the available memory)
     both  blocks    = KV // (block_size x bytes per token that the layers of one group cache)
 
@@ -39,7 +39,8 @@ from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes, logits_limit
-from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.graph_memory import graph_bytes
+from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.vllm_profile import LIBRARY_BYTES, VllmProfile
 from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.model.source import cached_config, fetch_config, locate
@@ -58,6 +59,10 @@ DEFAULT_CPU_KV_BYTES = 4 << 30
 
 #: max_model_len of a model whose memory does not grow with the context and that states no limit.
 UNLIMITED_LENGTH = 1 << 20
+
+
+#: End of the note on a max_model_len that the plan chose.
+_LOWERED = " what the KV memory holds for one request"
 
 
 def token_budget(config: EngineConfig, kind: str) -> int:
@@ -91,7 +96,7 @@ def plan_memory(
     plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
     if profile is not None and device.kind == "cuda":
         activations = profile.activation_bytes(shape, plan.max_num_batched_tokens, config.max_num_seqs, dtype_bytes)
-        plan = replace(plan, activation_bytes=activations, context_bytes=LIBRARY_BYTES)
+        plan = replace(plan, activation_bytes=activations, context_bytes=LIBRARY_BYTES, graph_bytes=0)
     elif device.kind == "cpu" and config.max_model_len is None:
         # On a CPU, attention needs memory in proportion to the context, and that leaves less for KV. No context can be
         # longer than that of the first plan, so a second plan for this context reserves enough.
@@ -99,11 +104,32 @@ def plan_memory(
     return _with_kv(plan, config)
 
 
+def refit(plan: MemoryPlan, config: EngineConfig, measured: MeasuredMemory) -> MemoryPlan:
+    """Return a plan whose KV takes the memory that is left after what was measured. Other parts stay as planned.
+
+    Activations take the larger of both values, because not every kind of step was measured. If the model does not fit,
+    the returned plan has the measured values of all parts and a `problem`.
+    """
+    fixed: dict[str, Any] = {
+        "weights_bytes": measured.weights,
+        "activation_bytes": max(plan.activation_bytes, measured.activations or 0),
+        "context_bytes": plan.context_bytes if measured.context is None else measured.context,
+        "graph_bytes": measured.graphs.num_bytes if measured.graphs else 0,
+    }
+    longest = config.max_model_len or plan.max_position or 0
+    notes = tuple(note for note in plan.notes if not note.endswith(_LOWERED))
+    fitted = _with_kv(replace(plan, **fixed, max_model_len=longest, notes=notes, problem=None), config)
+    if fitted.problem is not None:
+        return fitted
+    return replace(fitted, **{name: getattr(plan, name) for name in fixed})
+
+
 def _plan_for_context(
     shape: ModelShape, config: EngineConfig, device: DeviceMemory, dtype_bytes: int, kv_dtype_bytes: int, context: int
 ) -> MemoryPlan:
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
+    captures = on_gpu and not config.enforce_eager
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
     return MemoryPlan(
         device=device,
@@ -121,6 +147,7 @@ def _plan_for_context(
             logits_bytes=logits_limit(device.total),
         ),
         context_bytes=CONTEXT_BYTES if on_gpu else 0,
+        graph_bytes=graph_bytes(shape, min(config.max_num_seqs, tokens), dtype_bytes) if captures else 0,
         state_bytes=config.max_num_seqs * geometry.state_bytes_per_seq,
         available_kv_bytes=0,
         dtype_bytes=dtype_bytes,
@@ -175,7 +202,7 @@ def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
         return plan
     else:
         reason = f"{setting('max_model_len')} is lowered from {plan.max_position} to"
-    reason += " what the KV memory holds for one request"
+    reason += _LOWERED
     return replace(plan, max_model_len=plan.longest, notes=(*plan.notes, reason))
 
 

@@ -34,7 +34,9 @@ def test_the_json_contract(command: CommandLine) -> None:
     assert answer["kv_bytes_per_token"] == 131072
     assert answer["block_size"] == 16
     assert answer["weights_bytes"] == 2 * 8030261248
-    fixed = plan["weights_bytes"] + plan["activation_bytes"] + plan["context_bytes"] + plan["state_bytes"]
+    parts = ("weights_bytes", "activation_bytes", "context_bytes", "graph_bytes", "state_bytes")
+    fixed = sum(plan[part] for part in parts)
+    assert plan["graph_bytes"] > 0
     assert answer["available_kv_bytes"] == int(0.9 * 24 * GIB) - fixed
     assert answer["num_blocks"] == answer["available_kv_bytes"] // (16 * 131072)
     assert answer["max_model_len"] == 8192

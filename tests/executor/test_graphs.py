@@ -64,10 +64,18 @@ def not_permitted(run: Callable[[], torch.Tensor]) -> Recording:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [(replay_nothing, "a replayed pass computes other logits"), (not_permitted, "operation not permitted when stream")],
-)
+def out_of_memory(run: Callable[[], torch.Tensor]) -> Recording:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+FAILURES: list[tuple[Any, str]] = [
+    (replay_nothing, "a replayed pass computes other logits"),
+    (not_permitted, "operation not permitted when stream is capturing"),
+    (out_of_memory, "CUDA out of memory"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), FAILURES)
 def test_a_model_that_cannot_be_captured_runs_without_graphs(
     record: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,6 +87,22 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     sequences = [make_sequence(str(row), [5, row]) for row in range(3)]
     expected = Stepper(make_executor(), sequences, LENGTH).generate(5)
     assert Stepper(executor, [make_sequence(str(row), [5, row]) for row in range(3)], LENGTH).generate(5) == expected
+
+
+def test_a_new_cache_needs_new_graphs() -> None:
+    def tokens() -> list[list[int]]:
+        return Stepper(executor, [make_sequence(str(row), [5, row]) for row in range(3)], LENGTH).generate(5)
+
+    executor = make_executor()
+    expected = tokens()
+    first = capture_fake_graphs(executor, 4, LENGTH)
+    assert tokens() == expected
+    assert len(first.replays) == 4
+    executor.reserve(20)
+    assert tokens() == expected
+    second = capture_fake_graphs(executor, 4, LENGTH)
+    assert tokens() == expected
+    assert (len(first.replays), len(second.replays)) == (4, 4)
 
 
 def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,15 +119,7 @@ def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCap
     assert not recorder.replays
 
 
-def test_running_out_of_memory_is_left_to_the_caller() -> None:
-    def record(run: Callable[[], torch.Tensor]) -> Recording:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        make_executor().capture(MAX_ROWS, LENGTH, record=record)
-
-
-IDS = torch.tensor([3, 1, 2])
+CPU, IDS = torch.device("cpu"), torch.tensor([3, 1, 2])
 WAITING: dict[str, Callable[[], Any]] = {
     "item": IDS[0].item,
     "truth": lambda: bool(IDS.max() > 2),
@@ -124,12 +140,18 @@ WAITING: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", WAITING)
 def test_operations_that_wait_are_found(name: str) -> None:
-    with torch.inference_mode(), NothingWaits(), pytest.raises(NotCapturableError):
+    with torch.inference_mode(), NothingWaits(CPU), pytest.raises(NotCapturableError):
         WAITING[name]()
 
 
+def test_values_on_the_host_can_be_read_at_once() -> None:
+    with torch.inference_mode(), NothingWaits(torch.device("meta")):
+        assert IDS.max().item() == 3
+        assert len(IDS[IDS > 1]) == 2
+
+
 def test_operations_that_do_not_wait_are_allowed() -> None:
-    with torch.inference_mode(), NothingWaits():
+    with torch.inference_mode(), NothingWaits(CPU):
         weights = torch.ones(3, 4)
         found = torch.where(IDS > 1, weights.sum(1), 0.0)[IDS - 1].to(torch.bfloat16)
         assert torch.nn.functional.linear(weights, weights, found.float()).shape == (3, 3)

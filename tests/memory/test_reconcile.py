@@ -15,6 +15,7 @@ from llmsched.engine.build import build_engine, tensor_bytes
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.memory.graph_memory import CapturedGraphs
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan, Reconciled, ratios, reconcile
 from llmsched.engine.request import SamplingParams
 from llmsched.profiles.tuned import TunedProfile, load_profile, save_profile
@@ -94,6 +95,22 @@ def test_the_banner_tells_it(engine: Engine) -> None:
     assert "predicted" in rows["weights"]
     assert "actual" in rows["weights"]
     assert rows["KV"].endswith("(1.000 of predicted)")
+
+
+def test_the_banner_tells_of_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, mib = engine.plan, 1 << 20
+    assert plan is not None
+    assert plan.measured is not None
+    assert "CUDA graphs" not in dict(start_rows(engine, "m"))
+    graphs = CapturedGraphs(8, 128, 1.25, 150 * mib)
+    captured = replace(plan, graph_bytes=200 * mib, measured=replace(plan.measured, graphs=graphs))
+    monkeypatch.setattr(engine, "plan", captured)
+    assert dict(start_rows(engine, "m"))["CUDA graphs"] == (
+        "8 for steps of up to 128 decodes, captured in 1.2 s; 200 MiB predicted, 150 MiB actual (0.750 of predicted)"
+    )
+    assert ratios(captured)["graphs_ratio"] == 0.75
+    monkeypatch.setattr(engine, "plan", replace(captured, measured=replace(plan.measured, graphs=None)))
+    assert dict(start_rows(engine, "m"))["CUDA graphs"].startswith("none, because they could not be captured")
 
 
 def test_the_banner_counts_tokens_in_all_groups_of_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ SIZE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }
-#: Allowance for torch's allocations besides weights and KV when an engine is ready: cuBLAS workspaces, buffers.
+#: Allowance for torch's allocations besides weights, KV and graphs when an engine is ready: workspaces, buffers.
 WORKSPACE_BYTES = 64 * MIB
 
 
@@ -63,7 +63,7 @@ def check_allocations(engine: Engine, kv_bytes: int, before: int) -> Iterator[Ch
     plan = engine.plan
     assert plan is not None
     weights = torch.cuda.memory_allocated() - kv_bytes
-    fits = plan.weights_bytes <= weights <= plan.weights_bytes + WORKSPACE_BYTES
+    fits = plan.weights_bytes <= weights <= plan.weights_bytes + WORKSPACE_BYTES + plan.graph_bytes
     yield CheckRow("weights", mib(weights), mib(plan.weights_bytes), fits, both(weights, plan.weights_bytes))
     torch.cuda.reset_peak_memory_stats()
     serve_full_steps(engine)
@@ -71,8 +71,8 @@ def check_allocations(engine: Engine, kv_bytes: int, before: int) -> Iterator[Ch
     yield at_most("activations of full steps", activations, plan.activation_bytes)
     everything = used_memory(device="cuda") - before
     context = everything - torch.cuda.memory_reserved()
-    planned = plan.context_bytes
-    yield CheckRow("CUDA context and kernels", mib(context), mib(planned), data=both(context, planned))
+    planned = plan.context_bytes + plan.graph_bytes
+    yield CheckRow("CUDA context, kernels and graphs", mib(context), mib(planned), data=both(context, planned))
     yield at_most("everything", everything, plan.budget_bytes)
 
 
