@@ -42,7 +42,7 @@ def paged_attention(
 ) -> Tensor:
     """Compute `reference.paged_attention` with the backend of the query's device.
 
-    Raises ValueError unless the shapes and options fit each other. Values in tensors are not checked.
+    Raises ValueError if shapes and options do not fit each other. Values in tensors are not checked.
     """
     _check_caches(key_cache, value_cache)
     _, heads, head_dim = query.shape
@@ -73,14 +73,14 @@ def paged_attention(
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[Any]:
-    """Compute `reference.prepare_attention` with the backend of the device, once for all layers of a step."""
+    """Compute `reference.prepare_attention` with the backend of `device`."""
     backend = load_backend(backend_name(device.type))
     works: list[Any] = backend.prepare_attention(layers, cu_seqlens_q, context_lens, device, put)
     return works
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write KV like `reference.write_kv`, with the backend of the device. Raises ValueError unless the shapes fit."""
+    """Compute `reference.write_kv` with the backend of the key's device. Raises ValueError if the shapes do not fit."""
     tokens = slot_mapping.shape[0]
     for name, new, kv in (("key", key, key_cache), ("value", value, value_cache)):
         if new.shape != (tokens, kv.shape[1], kv.shape[3]):
@@ -90,7 +90,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 def sample(logits: Tensor, parameters: Tensor) -> Tensor:
-    """Compute `reference.sample` with the backend of the logits' device. Raises ValueError unless the shapes fit."""
+    """Compute `reference.sample` with the backend of the logits' device. Raises ValueError if the shapes do not fit."""
     if parameters.shape != (6, len(logits)):
         raise ValueError(f"parameters {tuple(parameters.shape)} do not fit {len(logits)} rows; allowed is (6, rows)")
     outcomes: Tensor = load_backend(backend_name(logits.device.type)).sample(logits, parameters)
@@ -98,7 +98,7 @@ def sample(logits: Tensor, parameters: Tensor) -> Tensor:
 
 
 def backend_name(device_type: str) -> BackendName:
-    """Return the backend for a `torch.device.type`. Raises ValueError for an unknown value of LLMSCHED_KERNELS."""
+    """Return the backend for a device type, such as "cuda". Raises ValueError for an invalid LLMSCHED_KERNELS."""
     forced = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
     if forced == "reference":
         return "reference"
@@ -110,12 +110,12 @@ def backend_name(device_type: str) -> BackendName:
 
 @cache
 def load_backend(name: BackendName) -> ModuleType:
-    """Import a backend when it is first used, because Numba and Triton take a second to import."""
+    """Import a backend on its first use, because importing Numba or Triton takes a second."""
     return importlib.import_module(MODULES[name])
 
 
 def starts_empty(device_type: str) -> bool:
-    """Return True if no kernels for this type of device (cpu, cuda ...) were on disk, so that all must be compiled."""
+    """Return True if no compiled kernels for this device type were on disk when the backend was imported."""
     return getattr(load_backend(backend_name(device_type)), "STARTS_EMPTY", False)
 
 

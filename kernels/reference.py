@@ -1,4 +1,4 @@
-"""Specification of every op in plain torch: slow but easy to check. Tests compare the other backends with it.
+"""Specification of all ops in plain torch, which is slow but easy to check.
 
 A packed batch holds T new tokens of B sequences, one sequence after the other. The q_len_b new tokens of sequence b are
 the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1: many in a prefill chunk, one in a decode.
@@ -35,14 +35,14 @@ Put = Callable[[npt.NDArray[np.generic]], Tensor]
 
 
 class AttentionShape(NamedTuple):
-    """Shape of one layer's attention. An element of the query has `item_size` bytes."""
+    """Shape of one layer's attention."""
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None
-    item_size: int
+    item_size: int  # bytes of one element of the query
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -72,22 +72,22 @@ def paged_attention(
 ) -> Tensor:
     """Return the causal attention of a packed batch over a paged KV cache that already holds the new keys and values.
 
-    The shapes are: query [T, heads, D], key_cache [num_blocks, kv_heads, block_size, D], value_cache [num_blocks,
-    kv_heads, block_size, Dv], block_tables [B, max_blocks] int32, cu_seqlens_q [B + 1] int32, context_lens [B] int32,
-    sinks [heads], slopes [heads]. A context length includes the new tokens. Returns [T, heads, Dv] in the query's
-    dtype. The softmax is computed in float32.
-
-    Query i of sequence b is at position p = context_lens[b] - q_len_b + i. It attends to the keys 0 to p, or, with a
-    `window`, to the keys p - window + 1 to p (transformers' `sliding_window`). Query head h uses KV head h // (heads //
-    kv_heads).
-
-    `work` is the layer's result of the same backend's `prepare_attention` for this batch. Without `work`, the backend
-    prepares it for this call, for which a GPU's backend waits for the device.
-
+    - query: [T, heads, D]. Query i of sequence b is at position p = context_lens[b] - q_len_b + i.
+    - key_cache: [num_blocks, kv_heads, block_size, D]. Query head h uses KV head h // (heads // kv_heads).
+    - value_cache: [num_blocks, kv_heads, block_size, Dv].
+    - block_tables: int32 [B, max_blocks].
+    - cu_seqlens_q: int32 [B + 1].
+    - context_lens: int32 [B]. A context length includes the new tokens.
+    - window: a query at position p attends to the keys p - window + 1 to p (transformers' `sliding_window`). None: to
+      the keys 0 to p.
     - softcap: a scaled score s becomes softcap * tanh(s / softcap) (Gemma-2).
-    - sinks: each head's sink is one more logit in the denominator of the softmax, without a value (gpt-oss).
-    - slopes: a key's score is lowered by the head's slope times the distance between key and query in tokens (ALiBi,
-      Press et al. 2021).
+    - sinks: [heads]. Each head's sink is one more logit in the denominator of the softmax, without a value (gpt-oss).
+    - slopes: [heads]. A key's score is lowered by the head's slope times the distance between key and query in tokens
+      (ALiBi, Press et al. 2021).
+    - work: the result of `prepare_attention` for this layer and batch, from the same backend. None: the backend
+      prepares the work now, for which a GPU's backend waits for the device.
+
+    Returns [T, heads, Dv] in the query's dtype. The softmax is computed in float32.
     """
     group, block_size = query.shape[1] // key_cache.shape[1], key_cache.shape[2]
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
@@ -121,22 +121,20 @@ def paged_attention(
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[Any]:
-    """Return for each layer what `paged_attention` takes as `work`; layers of the same shape share an object.
+    """Prepare the attention of a step. Return the argument `work` of `paged_attention` for each layer.
 
-    `cu_seqlens_q` and `context_lens` are on the host. `put` copies arrays to `device`. If each of B sequences has one
-    new token, the number and the shapes of these arrays depend only on B and `layers`. Then the launches of
-    `paged_attention` depend on nothing else, so a CUDA graph can replay them over new contents of the same arrays.
-
-    The reference has nothing to prepare.
+    `cu_seqlens_q` and `context_lens` are on the host. `put` copies an array to `device`. If all B sequences have one
+    new token, the number and the shapes of the copied arrays depend only on B and `layers`, so that a CUDA graph can be
+    replayed over new contents of these arrays.
     """
-    return [None] * len(layers)
+    return [None] * len(layers)  # the reference has nothing to prepare
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write the new tokens' keys [T, kv_heads, D] and values [T, kv_heads, Dv] to the cache in place.
+    """Write the keys [T, kv_heads, D] and values [T, kv_heads, Dv] of T new tokens to the cache in place.
 
-    `slot_mapping` is [T] int64. Token t is written to block slot_mapping[t] // block_size at offset slot_mapping[t] %
-    block_size. A negative slot marks padding, which is not written. No other slot may appear twice.
+    `slot_mapping` is int64 [T]. Slot s is offset s % block_size in block s // block_size. A token with a negative slot
+    is padding, which is not written. No other slot may appear twice.
     """
     real = slot_mapping >= 0
     slots = slot_mapping[real]
@@ -147,7 +145,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 class SamplingParameter(IntEnum):
-    """Row of the array `parameters` of `sample`. The array has one column for each row of logits."""
+    """Row of the array `parameters` of `sample`, which has one column for each row of logits."""
 
     TEMPERATURE = 0  # 0 for a greedy row
     TOP_K = 1  # 0 or less turns the filter off
@@ -167,13 +165,16 @@ MIN_SCORE = -28.0
 
 
 def sample(logits: Tensor, parameters: Tensor) -> Tensor:
-    """Draw a token id for each row of logits [R, V]. Return ids [R] (int64), -1 where the best logit is not finite.
+    """Sample a token id for each row of logits [R, V]. Return ids [R] (int64), -1 where the best logit is not finite.
 
-    `parameters` is [6, R] (float64), see SamplingParameter. Tokens are ordered by logit, and tokens with equal logits
-    (common in bfloat16) by id. A greedy row takes the first token. In other rows, the temperature divides the logits,
-    and the filters apply one after the other: min_p keeps tokens with at least min_p times the best token's
-    probability, top_k keeps the k best of these, and top_p keeps the fewest best tokens whose renormalised
-    probabilities sum to top_p or more. One of the remaining tokens wins the `race`.
+    `parameters` is [6, R] (float64), with the rows of SamplingParameter. A row of temperature 0 gets its best token. In
+    other rows, the temperature divides the logits, and these filters are applied one after the other:
+
+    - min_p keeps tokens with at least min_p times the probability of the best token.
+    - top_k keeps the k best tokens.
+    - top_p keeps the fewest best tokens whose renormalised probabilities sum to top_p or more.
+
+    Tokens with equal logits (common in bfloat16) are ordered by id. `race` draws one of the kept tokens.
     """
     temperature, top_k, top_p, min_p = parameters[: SamplingParameter.KEY_0].unsqueeze(2)
     logits = logits.float()
@@ -192,14 +193,13 @@ def sample(logits: Tensor, parameters: Tensor) -> Tensor:
 
 
 def race(weights: Tensor, keys: Tensor) -> Tensor:
-    """Draw one id per row with probabilities proportional to weights [R, V] (int64), by an exponential race.
+    """Draw one id per row, with probabilities proportional to weights [R, V] (int64).
 
-    `keys` [R, 2] (int64) are the random keys. Lower ids win ties. A token of weight 0 is drawn only if all weights are
-    0.
+    `keys` [R, 2] (int64) are random keys. Lower ids win ties. A token of weight 0 is drawn only if all weights are 0.
 
-    Source: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014, which also covers races between sets of
-    tokens by the sums of their weights.
+    Source: exponential races in C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", NIPS 2014.
     """
+    # The source also covers races between sets of tokens by the sums of their weights.
     # Each token has an independent exponential time E, and the token with the largest weight / E is drawn, which
     # happens with probability weight / sum. This is the Gumbel-max trick, because -log E is Gumbel noise. The race has
     # two rounds, to draw fewer random numbers: chunks of tokens compete with the sums of their weights, then the tokens
@@ -222,7 +222,7 @@ MIX_0, MIX_1 = 0x604BAA5D, 0x43D6CE97
 
 
 def hashed(names: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return 32 random bits for each name and key (first, second). Arguments are broadcast.
+    """Return 32 random bits for each name and key (first, second), which are broadcast together.
 
     Arguments and result are int64 in [0, 2**32). Source: C. Wellons, "Prospecting for hash functions", 2018.
     """
@@ -235,7 +235,7 @@ def hashed(names: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def gather(cache: Tensor, block_table: Tensor, context: int) -> Tensor:
-    """Return the keys or values of the first `context` positions of a block table, [context, kv_heads, head_dim]."""
+    """Return the keys or values at the first `context` positions of a sequence, [context, kv_heads, head_dim]."""
     num_blocks = -(-context // cache.shape[2])
     blocks = cache[block_table[:num_blocks].long()]
     return blocks.transpose(1, 2).flatten(0, 1)[:context]
@@ -252,12 +252,13 @@ def add_norm(
     centred: bool = False,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Add `branch` [T, N], if given, to `residual` [T, N] in place, and return the norm of the sum, [T, N].
+    """Add `branch` [T, N], if given, to `residual` [T, N] in place. Return the norm of the sum, [T, N].
 
-    The RMS norm of a row x is x / sqrt(mean(x^2) + eps) * (weight + offset) + bias, with `weight` and `bias` [N]. With
-    `centred`, the row's mean is subtracted from x first, which gives LayerNorm. With `branch_weight` [N], the branch is
-    normalised with these weights and no bias before it is added (Gemma-2). All sums are computed in float32. The norm
-    of the branch, the sum and the result are rounded to the type of `residual`.
+    The RMS norm of a row x is x / sqrt(mean(x^2) + eps) * (weight + offset) + bias. `weight` and `bias` are [N]. Sums
+    are computed in float32, and each result is rounded to the type of `residual`.
+
+    - centred: the mean of the row is first subtracted from x, which gives LayerNorm.
+    - branch_weight: [N]. The branch is normalised with these weights, without a bias, before the addition (Gemma-2).
     """
     if branch is not None:
         if branch_weight is not None:
@@ -269,7 +270,7 @@ def add_norm(
 def norm(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, offset: float = 0.0, centred: bool = False
 ) -> Tensor:
-    """Return the norm of the last dimension of `rows`, in the type of `rows`; see `add_norm`."""
+    """Return the norm of the last dimension of `rows`, in the type of `rows`. The formula is that of `add_norm`."""
     x = rows.float()
     if centred:
         x = x - x.mean(-1, keepdim=True)
@@ -291,16 +292,18 @@ def rotate_and_write(
     key_weight: Tensor | None = None,
     by_group: bool = False,
 ) -> Tensor:
-    """Rotate queries and keys by their positions, write keys and values to the cache, and return the queries.
+    """Rotate queries and keys by their positions, and write keys and values to the cache. Return the queries.
 
-    A row of `projected` [T, (heads + 2 x kv_heads) x D] has the vectors of all query heads, then of all key heads, then
-    of all value heads. With `by_group`, it has for each KV head the vectors of its query heads, of its key and of its
-    value (BLOOM, Falcon, GPT-NeoX). `cos` and `sin` are [T, R] in the type of `projected`, where R is even and at most
-    D. The first R numbers x of a vector become x cos + (-x2, x1) sin, where x1 and x2 are the halves of x (rotary
-    position embedding, Su et al. 2021). With `query_weight` and `key_weight` [D], each vector is first replaced by its
-    RMS norm (see `add_norm`; Qwen3, Gemma-3).
+    - projected: [T, (heads + 2 x kv_heads) x D]. A row has the vectors of all query heads, then of all key heads, then
+      of all value heads.
+    - by_group: a row has, for each KV head, the query vectors of its group, its key vector and its value vector
+      (BLOOM, Falcon, GPT-NeoX).
+    - cos, sin: [T, R] in the type of `projected`, where R is even and at most D. The first R numbers x of a vector
+      become x cos + (-x2, x1) sin, where x1 and x2 are the halves of x (rotary position embedding, Su et al. 2021).
+    - slot_mapping: int64 [T], as in `write_kv`.
+    - query_weight, key_weight: [D]. Queries and keys are replaced by their RMS norms before the rotation (Qwen3).
 
-    Keys and values are written like `write_kv` does. The queries are [T, heads, D].
+    Returns the rotated queries, [T, heads, D].
     """
     _, kv_heads, _, head_dim = key_cache.shape
     vectors = projected.view(len(projected), -1, head_dim)
@@ -319,7 +322,7 @@ def rotate_and_write(
 
 
 def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary position embedding to `vectors` [T, heads, D]; see `rotate_and_write`."""
+    """Apply the rotary position embedding to `vectors` [T, heads, D], as `rotate_and_write` does."""
     size = cos.shape[1]
     x, half = vectors[..., :size].float(), size // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=2)
@@ -333,11 +336,11 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) x up, [T, N]. A row of `gate_up` [T, 2 N] has the N numbers of gate, then the N of up."""
+    """Return activation(gate) x up, [T, N], for the halves gate and up of each row of `gate_up` [T, 2 N]."""
     gate, up = gate_up.float().chunk(2, dim=1)
     return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
 
 def activated(rows: Tensor, activation: Activation) -> Tensor:
-    """Return activation(rows), computed in float32, in the type of `rows` [T, N]."""
+    """Return activation(rows) for `rows` [T, N], computed in float32."""
     return ACTIVATIONS[activation](rows.float()).to(rows.dtype)

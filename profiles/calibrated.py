@@ -39,7 +39,7 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Coefficients of a FittedCost, with the model, device and engine on which they were measured."""
+    """Coefficients of a FittedCost, with the model, the device and the engine on which they were measured."""
 
     cost: Mapping[str, float]
     error: float  # median relative error of step times: 0.03 means 3 %
@@ -71,7 +71,7 @@ def list_calibrations() -> list[str]:
 
 
 def load_calibration(name: str) -> Calibration | None:
-    """Return the calibration `name`, or None if it has no file. Raises ProfileError if the file is not valid."""
+    """Load the calibration `name`, or return None if there is no file. Raises ProfileError for an invalid file."""
     path = calibration_dir() / f"{name}.toml"
     try:
         return _validated(path, read_toml(path, "calibration"))
@@ -80,7 +80,7 @@ def load_calibration(name: str) -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Write a calibration under its own name, replacing an older file, and return the path.
+    """Write a calibration to the file of its name, and return the path of the file.
 
     Raises ProfileError if the file cannot be written.
     """

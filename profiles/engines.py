@@ -1,4 +1,4 @@
-"""Kinds of engines, such as vLLM, read from engines.toml: overheads of a step, and shares of a GPU's rates."""
+"""Kinds of engines, such as vLLM: overheads of a step, and shares of a GPU's rates that the engine reaches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a GPU's datasheet figures that an engine reaches (see engines.toml)."""
+    """Shares of a GPU's rates that an engine reaches."""
 
+    #: engines.toml says of which rate each number is a share.
     matrix: float
     matrix_fp8: float
     matrix_fp8_block: float
@@ -28,16 +29,16 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Kind of engine, such as vLLM, with its fixed times in seconds."""
+    """Kind of engine, such as vLLM."""
 
     key: str
-    step_seconds: float  # per step
-    layer_seconds: float  # per layer
+    step_seconds: float  # fixed time of a step
+    layer_seconds: float  # fixed time of a step, per layer
     row_seconds: float  # per sampled sequence
     shares: Mapping[str, Efficiency]  # by the key of a GPU, a GPU architecture or "default"
 
     def on(self, gpu: GpuSpec) -> Efficiency:
-        """Return the shares for this GPU if there are any, else for its architecture, else the default."""
+        """Return the shares for a GPU, or else for the GPU's architecture, or else the default shares."""
         return self.shares.get(gpu.key) or self.shares.get(gpu.architecture) or self.shares["default"]
 
 
@@ -49,12 +50,12 @@ def engines() -> dict[str, EngineSpec]:
 
 
 def find_engine(name: str) -> EngineSpec:
-    """Return the EngineSpec with the key `name`, ignoring case. Raises UnknownNameError for an unknown name."""
+    """Return the kind of engine called `name`, ignoring case. Raises UnknownNameError for an unknown name."""
     return find_entry(engines(), name.lower(), "engine class")
 
 
 def engine_spec(key: str, entry: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> EngineSpec:
-    """Build the EngineSpec of a table in engines.toml. Values that `entry` leaves out come from `default`."""
+    """Build an EngineSpec from a table in engines.toml. Values that `entry` lacks come from `default`."""
     # For each share, the most specific value applies: the value for the GPU, else for its architecture, else under
     # "default". At each of these levels, a value in `entry` comes before a value in `default`. `error` never comes from
     # `default`.

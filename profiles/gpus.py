@@ -1,4 +1,4 @@
-"""GPUs by name, read from gpus.toml: memory, bandwidth and arithmetic rates."""
+"""GPUs by name, read from gpus.toml, with memory, bandwidth and arithmetic rates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gpus() -> dict[str, GpuSpec]:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the GPU called `name`: its key, its product's or driver's name, or words of these ("4090", "A100 80G").
+    """Return the GPU called `name`, which may be a few words of the GPU's name ("4090", "A100 80G").
 
     Case, separators and vendor names do not matter. Raises UnknownNameError if no GPU or several GPUs ("a100") fit.
     """
@@ -67,13 +67,14 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Return True if two device names are equal or belong to one GPU."""
+    """Return True if two device names are equal, or are the product's and the driver's name of one GPU."""
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
 
 
 @cache
 def _spellings() -> dict[str, set[str]]:
-    """Return, for each key in gpus.toml, the words of the GPU's names and its memory as vendors round it ("24gb")."""
+    """Return the words by which each GPU may be found, by the GPU's key."""
+    # They include the memory as vendors round it ("24gb").
     return {
         spec.key: _words(f"{spec.key} {spec.name} {spec.driver_name} {-(-spec.memory // 2**33) * 8}gb")
         for spec in gpus().values()
@@ -81,7 +82,7 @@ def _spellings() -> dict[str, set[str]]:
 
 
 def _words(name: str) -> set[str]:
-    """Return the words of a GPU's name in one spelling: "RTX4090" and "rtx-4090" have the words rtx and 4090."""
+    """Split a GPU's name into words, such as rtx and 4090 for both "RTX4090" and "rtx-4090"."""
     text = re.sub(r"(\d)\s*g(i?b)?\b", r"\1gb", name.lower())  # 80G, 80 GiB
     text = re.sub(r"rtx(?=\w)|(?<=\d)ada\b|sxm(?=\d)", r" \g<0> ", text)
     return set(re.findall(r"[a-z0-9]+", text)) - {"nvidia", "geforce", "tesla", "quadro", "gpu"}

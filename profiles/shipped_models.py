@@ -1,4 +1,4 @@
-"""Configs of often served models, read from models/configs.jsonl, so that planning for them works offline."""
+"""Configs of popular models, so that planning for these models works offline."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from typing import Any
 
 @cache
 def shipped_configs() -> Mapping[str, Mapping[str, Any]]:
-    """Return the content of each shipped config.json by hub id. Keys that do not matter to planning are left out."""
+    """Return the content of each shipped config.json by hub id, without settings that do not matter to planning."""
     lines = files(__package__).joinpath("models/configs.jsonl").read_text(encoding="utf-8").splitlines()
     return {name: entry["config"] for entry in map(json.loads, lines) for name in entry["ids"]}

@@ -1,4 +1,4 @@
-"""Workloads by name, read from workloads/workloads.toml: traces and settings of synthetic loads."""
+"""Workloads that are shipped with llmsched: traces and settings of synthetic loads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class ShippedWorkload:
-    """Workload that is shipped with llmsched."""
-
     name: str
-    about: str
+    about: str  # description for users
     file: Path | None = None  # trace; None for a synthetic load
     settings: Mapping[str, Any] = field(default_factory=dict)  # flags of a synthetic load
 

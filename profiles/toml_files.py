@@ -1,4 +1,4 @@
-"""Helpers for TOML files that are shipped with llmsched, and for TOML files that commands write and read back."""
+"""Readers and writers of TOML files: tables that are shipped with llmsched, and profiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UnknownNameError(LookupError):
 
 
 class ProfileError(ValueError):
-    """Error for a profile that cannot be found, read or written. The message is one line for the user."""
+    """Error for a profile that cannot be found, read or written."""
 
 
 def shipped_table(name: str) -> dict[str, Any]:
@@ -30,21 +30,21 @@ def shipped_table(name: str) -> dict[str, Any]:
 
 
 def find_entry(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """Return the entry called `name`. Raises UnknownNameError if there is none; the message calls an entry a `kind`."""
+    """Return the entry called `name`. Raises UnknownNameError, whose message calls an entry a `kind`."""
     if name not in entries:
         raise UnknownNameError(f"{name!r} is not a known {kind}; known are {', '.join(entries)}")
     return entries[name]
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names of the TOML files in a directory, without .toml, sorted."""
+    """Return the sorted names of the TOML files in a directory, without .toml."""
     return sorted(path.stem for path in directory.glob("*.toml"))
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Return the content of a TOML file. `kind` is the word for the file in messages.
+    """Return the content of a TOML file. Error messages call the file a `kind`.
 
-    Raises FileNotFoundError if the file does not exist, and ProfileError if it cannot be read.
+    Raises FileNotFoundError if the file does not exist, and ProfileError if the file cannot be read.
     """
     try:
         return tomllib.loads(read_file(path))
@@ -64,7 +64,7 @@ def check_table(where: str, table: Any) -> None:
 
 
 def created_in(where: str, content: Mapping[str, Any]) -> datetime:
-    """Return the time `created` from the content of a file, or 1970 if the file does not state it.
+    """Return the time `created` in the content of a file, or 1970 if there is none.
 
     Raises ProfileError if the value is not a date and time. `where` begins the message.
     """
@@ -80,7 +80,7 @@ def now() -> datetime:
 
 
 def check_directory(path: Path) -> None:
-    """Create a directory if it is missing. Raises ProfileError if that fails, or if no file can be written there."""
+    """Create a directory if it is missing. Raises ProfileError if files cannot be written in the directory."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -89,20 +89,20 @@ def check_directory(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Create the directory of `path`. Raises ProfileError if `write_file` could not write a file at `path`."""
+    """Raise ProfileError if `write_file` cannot write a file at `path`. A missing directory is created."""
     _check_regular(path)
     check_directory(path.parent)
 
 
 def read_file(path: Path) -> str:
-    """Return the text of a regular file. Raises OSError for any other file, because a pipe or device may be endless."""
+    """Return the text of a regular file. Raises OSError for pipes and devices, which may be endless."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file")
     return path.read_text(encoding="utf-8")
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file. An older file at `path` is replaced completely or not at all. Raises ProfileError on failure."""
+    """Write a file, or raise ProfileError and leave an older file at `path` unchanged."""
     _check_regular(path)
     try:
         replace_file(path, text)
@@ -111,7 +111,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a temporary file and rename it to `path`, so that readers see all the old or all the new text."""
+    """Replace a file in one moment, so that readers see either all the old text or all the new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
         try:
@@ -125,7 +125,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise ProfileError if something other than a regular file is at `path`."""
+    """Raise ProfileError if a directory, a pipe or a device is at `path`."""
     try:
         if path.exists() and not path.is_file():
             raise ProfileError(f"profile {path} cannot be written: it is not a regular file")

@@ -50,7 +50,7 @@ _KEYS = {"created", "measured", "reason", "trials", *_TABLES}
 
 @dataclass(frozen=True, slots=True)
 class TunedProfile:
-    """Settings that `tune` found, and the conditions under which it found them. Only `engine` is applied."""
+    """Settings that `tune` found, and the conditions under which the settings were found."""
 
     engine: Mapping[str, Scalar]  # fields of EngineConfig
     slo: Mapping[str, Scalar] = field(default_factory=dict)  # in milliseconds (ttft_ms, itl_ms, ...)
@@ -67,16 +67,16 @@ class TunedProfile:
 
 
 def profile_dir() -> Path:
-    """Return the directory of named profiles: $LLMSCHED_PROFILES if set, else one in the user's config directory."""
+    """Return the directory of named profiles: $LLMSCHED_PROFILES, or else a folder in the user's config directory."""
     if given := os.environ.get("LLMSCHED_PROFILES"):
         return Path(os.path.expanduser(given))
     return Path(platformdirs.user_config_dir("llmsched")) / "profiles"
 
 
 def profile_path(name_or_path: str) -> Path:
-    """Return the path of a profile's file. `name_or_path` is a path if it has a slash or ends in .toml, else a name.
+    """Return the path of a profile's file. A `name_or_path` with a slash or with the ending .toml is a path.
 
-    Raises ProfileError unless a name has only letters, digits, ".", "_" and "-", and begins with a letter or digit.
+    Raises ProfileError for an invalid name.
     """
     if "/" in name_or_path or os.sep in name_or_path or name_or_path.endswith(".toml"):
         return Path(os.path.expanduser(name_or_path))
@@ -90,13 +90,13 @@ def list_profiles() -> list[str]:
 
 
 def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return True if two [model] tables have the same digest of config.json or, if one has no digest, the same name."""
+    """Return True if two [model] tables have the same digest, or the same name if one of them has no digest."""
     key = "digest" if "digest" in one and "digest" in other else "name"
     return one.get(key) == other.get(key)
 
 
 def device_changes(before: Mapping[str, Scalar], now: Mapping[str, Scalar]) -> list[tuple[str, Scalar, Scalar]]:
-    """Compare two [device] tables. For each difference, return the property's name in words and both values."""
+    """Compare two [device] tables. Return (property in words, value before, value now) for each difference."""
     # A property that one of the tables lacks counts as equal. The number of cores matters only for a CPU.
     words = {"name": "device", **({"cores": "number of cores"} if now.get("kind") == "cpu" else {})}
     both = [(text, before[key], now[key]) for key, text in words.items() if key in before and key in now]
@@ -104,7 +104,7 @@ def device_changes(before: Mapping[str, Scalar], now: Mapping[str, Scalar]) -> l
 
 
 def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> str | None:
-    """Return the name of the newest valid profile in profile_dir() for this model and device, or None."""
+    """Return the name of the newest valid profile for this model and device, or None."""
     found: dict[str, float] = {}
     for name in list_profiles():
         try:
@@ -117,7 +117,7 @@ def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) ->
 
 
 def load_profile(name_or_path: str) -> TunedProfile:
-    """Load a profile. Raises ProfileError if the file is missing or not valid; the message names the wrong key."""
+    """Load a profile. Raises ProfileError if the file is missing or invalid."""
     path = profile_path(name_or_path)
     try:
         return _validated(path, read_toml(path, "profile"))
@@ -127,7 +127,7 @@ def load_profile(name_or_path: str) -> TunedProfile:
 
 
 def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
-    """Write a profile, replacing an older file, and return the path. Raises ProfileError if this fails."""
+    """Write a profile and return the path of the file. Raises ProfileError if the file cannot be written."""
     path = profile_path(name_or_path)
     content: dict[str, Any] = {"created": profile.created, "measured": profile.measured, "reason": profile.reason}
     content |= {table: dict(getattr(profile, table)) for table in _TABLES}
@@ -137,7 +137,7 @@ def save_profile(profile: TunedProfile, name_or_path: str) -> Path:
 
 
 def store_memory(memory: Mapping[str, Scalar], name_or_path: str) -> None:
-    """Replace the table [memory] in the file of a profile. Keep everything else in the file, including comments.
+    """Replace the table [memory] in a profile's file, and keep everything else, including comments.
 
     Raises ProfileError if the file cannot be read or written.
     """

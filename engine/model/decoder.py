@@ -204,7 +204,7 @@ def product(linears: Sequence[nn.Linear]) -> Product:
 
 
 def joined(parameters: Sequence[Tensor]) -> Tensor:
-    """Return one tensor with the rows of all parameters, and make the parameters views of it."""
+    """Concatenate the rows of all parameters. The parameters become views of the result."""
     first = parameters[0].detach()
     place, storage, size = first.storage_offset(), first.untyped_storage().data_ptr(), 0
     for parameter in parameters:  # parameters that were joined before stay where they are

@@ -1,9 +1,7 @@
-"""Numba compilation, and small functions that the CPU kernels share.
-
-Numba keeps compiled code on disk, one version for each processor and each version of Numba. It recompiles a function
-when the function's own file changes, but not when a function that it calls changes. So its directory here has a name
-that depends on the text of all CPU kernels.
-"""
+"""Numba compilation, and small functions that the CPU kernels share."""
+# Numba keeps compiled code on disk, one version for each processor and each version of Numba. It recompiles a function
+# when the function's own file changes, but not when a function that it calls changes. So its directory here has a name
+# that depends on the text of all CPU kernels.
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ ELEMENTS = {
 
 
 def directory_of(sources: Path) -> Path:
-    """Return the directory of the user's cache for the compiled code of all modules in `sources`."""
+    """Return the user's cache directory for the compiled code of the modules in the directory `sources`."""
     text = b"".join(source.read_bytes() for source in sorted(sources.glob("*.py")))
     return platformdirs.user_cache_path("llmsched") / "kernels" / hashlib.sha256(text).hexdigest()[:16]
 
@@ -51,9 +49,9 @@ STARTS_EMPTY = not any(Path(numba.config.CACHE_DIR).glob("*/*.nbc"))
 
 
 def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
-    """Return a decorator that compiles a function when the function is first called. Compiled code releases the GIL.
+    """Return a decorator that compiles a function when it is first called. The compiled code releases the GIL.
 
-    `fastmath` has the flags with which LLVM may change floating-point arithmetic.
+    `fastmath` is a set of LLVM's fast-math flags.
     """
 
     def decorate(function: Function) -> Function:
@@ -66,9 +64,9 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
 
 def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that immediately compiles a function to a C function `void f(argument)`.
+    """Return a decorator that compiles a function at once to a C function `void f(argument)`.
 
-    The compiled function's attribute `address` is a pointer to the C function.
+    The attribute `address` of the result is a pointer to the C function.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -79,7 +77,7 @@ def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
 
 
 def num_compiled() -> int:
-    """Return how many functions were compiled or loaded from Numba's cache, one for each combination of types."""
+    """Return how many variants of functions this process has compiled, or loaded from Numba's cache."""
     return len(_c_functions) + sum(len(function.overloads) for function in _functions)
 
 
@@ -91,7 +89,7 @@ def with_cache(build: Callable[..., Any]) -> Any:
 
 
 def to_float32(element: Any) -> Any:
-    """Convert an element of a cache to float32: a float32, or the bits of a bfloat16 (uint16) or float16 (int16)."""
+    """Convert a float32, the bits of a bfloat16 (uint16) or the bits of a float16 (int16) to float32."""
     raise NotImplementedError("compiled code only")
 
 
@@ -109,7 +107,6 @@ def from_bfloat16(element: Any) -> Any:
 
 
 def from_float16(element: Any) -> Any:
-    """Convert the bits of a float16 to float32."""
     bits = np.uint32(np.uint16(element))
     magnitude = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
     magnitude = np.float32(magnitude * np.float32(2.0**112))
@@ -119,7 +116,7 @@ def from_float16(element: Any) -> Any:
 
 
 def put(array: Any, index: int, value: Any) -> None:
-    """Set array[index] to a float32 value. An array of uint16 gets the bits of the value as bfloat16."""
+    """Set array[index] to a float32 value. A uint16 array gets the bits of the value as bfloat16."""
     raise NotImplementedError("compiled code only")
 
 
@@ -133,7 +130,7 @@ def put_float32(array: Any, index: Any, value: Any) -> None:
 
 
 def put_bfloat16(array: Any, index: Any, value: Any) -> None:
-    """Set array[index] to the bits of the nearest bfloat16, the even one of two equally near; a NaN stays a NaN."""
+    """Set array[index] to the bits of the nearest bfloat16. Ties are rounded to even, and a NaN stays a NaN."""
     bits = np.float32(value).view(np.uint32)
     odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16)
@@ -163,7 +160,7 @@ def exp32(x: Any) -> Any:
 
 @jit(EXACT)
 def tanh32(x: Any) -> Any:
-    """Return tanh(x), computed like Cephes' tanhf: with a polynomial near zero, with the exponential elsewhere."""
+    """Return tanh(x), computed as in Cephes' tanhf."""
     square = x * x
     y = np.float32(-5.70498872745e-3)
     y = y * square + np.float32(2.06390887954e-2)

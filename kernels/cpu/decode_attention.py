@@ -1,4 +1,4 @@
-"""Attention of sequences with few queries (decodes and very short chunks), which reads KV blocks in place."""
+"""Attention of sequences with few new tokens (decodes and very short chunks), computed in place in the KV blocks."""
 # A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. A work item is one
 # split of one row and one KV head: it reads each key and value once, converts it to float32 and uses it for all query
 # heads of this KV head. It yields each head's maximum score, sum of exponentials and weighted sum of values.
@@ -39,15 +39,13 @@ Arguments = arguments_type(
 
 
 class RowList(NamedTuple):
-    """Result of `list_rows`, and the number of splits in it."""
-
-    rows: npt.NDArray[np.intp]
-    num_splits: int
+    rows: npt.NDArray[np.intp]  # result of `list_rows`
+    num_splits: int  # of all rows
 
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """List the query tokens of all sequences that have at most max_queries, as an array [5, rows + 1] of intp."""
+    """List the query tokens of all sequences that have at most `max_queries`, as an array [5, rows + 1] of intp."""
     # With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
     # r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
     # i] to r[FIRST_SPLIT, i + 1] - 1.
@@ -80,7 +78,7 @@ def attend_rows(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Compute the attention of the listed rows and write it to `output` [tokens, heads, value_dim].
+    """Write the attention of the rows in `listed` to `output` [tokens, heads, value_dim].
 
     `query` and `output` have the same type, float32 or bfloat16. `sinks` and `slopes` are float32, the caches are
     float32, bfloat16 or float16, and `block_tables` are int32. All tensors must be contiguous.
@@ -173,7 +171,7 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
 
 @jit()
 def convert_tile(cache: Any, table: Any, kv_head: int, begin: int, end: int, stop: int, tile: Any) -> None:
-    """Convert the keys or values of the positions begin to end - 1 to float32, into the first rows of `tile`."""
+    """Convert a KV head's keys or values at positions begin to end - 1 to float32, and write them to `tile`."""
     # Each iteration prefetches a row of the next block, but of no block after position stop - 1. Prefetching all rows
     # at once would saturate the memory bus.
     block_size = cache.shape[2]
@@ -211,7 +209,7 @@ def choose_convert(vectors: Any, number: Any, tile: Any, row: Any) -> Any:
 def score_split(
     query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scale: Any, scores: Any, tile: Any
 ) -> None:
-    """Set scores[h, p - start] to scale * (query[h] . key p), for each position p from start to stop - 1."""
+    """Set scores[h, p - start] to scale x query[h] . (key at position p), for p from start to stop - 1."""
     for begin in range(start, stop, TILE):
         end = min(begin + TILE, stop)
         convert_tile(keys, table, kv_head, begin, end, stop, tile)
@@ -240,10 +238,7 @@ def cap_scores(scores: Any, length: int, softcap: Any) -> None:
 
 @jit()
 def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None:
-    """Lower each score by the head's slope times the distance of the key from the query.
-
-    `distance` is the distance of the first key, in tokens.
-    """
+    """Subtract slope x (distance from query to key) from each score. The first key has the distance `distance`."""
     for head in range(scores.shape[0]):
         slope = slopes[head]
         for i in range(length):
@@ -252,7 +247,7 @@ def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None
 
 @jit()
 def exponentiate(scores: Any, length: int, stats: Any) -> None:
-    """Replace each score by exp(score - maximum of its head). stats[head] gets (maximum, sum of the results)."""
+    """Replace each score by exp(score - maximum of the head). Set stats[head] to (maximum, sum of the exponentials)."""
     for head in range(scores.shape[0]):
         maximum = np.float32(-np.inf)
         for i in range(length):
@@ -269,7 +264,7 @@ def exponentiate(scores: Any, length: int, stats: Any) -> None:
 def sum_values(
     weights: Any, values: Any, table: Any, kv_head: int, start: int, stop: int, output: Any, tile: Any
 ) -> None:
-    """Set output[h] to the sum of weights[h, p - start] * value p over the positions p from start to stop - 1."""
+    """Set output[h] to the sum of weights[h, p - start] x (value at position p), for p from start to stop - 1."""
     output[:] = 0
     for begin in range(start, stop, TILE):
         end = min(begin + TILE, stop)
@@ -285,7 +280,7 @@ def sum_values(
 
 @jit()
 def join_splits(parts: Any, stats: Any, sink: Any, output: Any) -> None:
-    """Write one head's output: the sum of its splits' weighted values, divided by the sum of all exponentials."""
+    """Write one head's output: the sum of weighted values in all splits, divided by the sum of exponentials."""
     # All exponentials are first rescaled to the largest maximum. A sink adds only to the sum of exponentials.
     maximum = sink
     for split in range(stats.shape[0]):

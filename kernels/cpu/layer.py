@@ -69,8 +69,6 @@ def add_norm(
 
 @cache
 def norm_body(element: np.dtype[Any]) -> Any:
-    """Compile and return the function that each thread runs for `add_norm`."""
-
     @c_function(types.CPointer(numba.from_dtype(NormArguments.dtype)))
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]
@@ -111,7 +109,7 @@ def add(source: Any, total: Any) -> None:
 def normalise(
     row: Any, weight: Any, bias: Any, biased: bool, centred: bool, eps: Any, offset: Any, output: Any
 ) -> None:
-    """Write the norm of a row to `output`; see `reference.add_norm`. The bias is read only if `biased`."""
+    """Write the norm of a row to `output`, computed as in `reference.add_norm`."""
     if centred:
         total = np.float32(0)
         for i in range(row.shape[0]):
@@ -177,8 +175,6 @@ def rotate_and_write(
 
 @cache
 def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
-    """Compile and return the function that each thread runs for `rotate_and_write`."""
-
     @c_function(types.CPointer(numba.from_dtype(RotaryArguments.dtype)))
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]
@@ -227,7 +223,7 @@ def copy_row(source: Any, target: Any) -> None:
 
 @jit()
 def rotate(row: Any, cos: Any, sin: Any, output: Any) -> None:
-    """Write the rotary embedding of a vector to `output`; see `reference.rotate_and_write`."""
+    """Write the rotary embedding of a vector to `output`, computed as in `reference.rotate_and_write`."""
     half = cos.shape[0] // 2
     for i in range(half):
         put(output, i, row[i] * to_float32(cos[i]) - row[half + i] * to_float32(sin[i]))
@@ -245,7 +241,7 @@ def activated(rows: Tensor, activation: Activation) -> Tensor:
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
-    """Return activation(rows[:, 0]), multiplied by rows[:, 1] if `rows` [tokens, 1 or 2, size] has two parts."""
+    """Return activation(rows[:, 0]), multiplied by rows[:, 1] if `rows` is [tokens, 2, size], not [tokens, 1, size]."""
     tokens, parts, size = rows.shape
     output = rows.new_empty(tokens, size)
     chosen = [activation == name for name in get_args(Activation)]
@@ -257,8 +253,6 @@ def activate(rows: Tensor, activation: Activation) -> Tensor:
 
 @cache
 def activation_body(element: np.dtype[Any]) -> Any:
-    """Compile and return the function that each thread runs for `activate`."""
-
     @c_function(types.CPointer(numba.from_dtype(ActivationArguments.dtype)))
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]

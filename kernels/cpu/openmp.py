@@ -29,7 +29,7 @@ BARRIER_SYMBOL = "llmsched_omp_barrier"
 
 @cache
 def load_runtime() -> ctypes.CDLL | None:
-    """Return the OpenMP runtime that torch loaded into the process; None if this runtime lacks GOMP_parallel."""
+    """Return the OpenMP runtime that torch loaded, or None if the runtime lacks GOMP_parallel."""
     if sys.platform != "linux":
         return None
     runtime = ctypes.CDLL(None)
@@ -42,9 +42,9 @@ def load_runtime() -> ctypes.CDLL | None:
 
 
 def arguments_type(addresses: Sequence[str], sizes: Sequence[str], floats: Sequence[str] = ()) -> Any:
-    """Return a class of records with these fields and, last, num_threads; `run` passes such a record to a body.
+    """Return a ctypes structure for the arguments of a compiled function, with these fields and num_threads.
 
-    Addresses and sizes are intp, `floats` are float32. The class attribute `dtype` describes a record to Numba.
+    Addresses and sizes are intp, and `floats` are float32. The attribute `dtype` is the NumPy type of the structure.
     """
     integers = [(name, ctypes.c_ssize_t) for name in (*addresses, *sizes)]
     fields = [*integers, *((name, ctypes.c_float) for name in floats), ("num_threads", ctypes.c_ssize_t)]
@@ -54,16 +54,15 @@ def arguments_type(addresses: Sequence[str], sizes: Sequence[str], floats: Seque
 
 
 def address_of(tensor: Tensor | None) -> int:
-    """Return the address of a tensor's first element; 0 if the tensor is None."""
+    """Return the address of a tensor's first element, or 0 if the tensor is None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def run(body: Any, arguments: Any, *, parallel: bool) -> None:
-    """Call `body`, a numba.cfunc that takes one pointer, on all of torch's threads or on the calling thread.
+    """Call the compiled C function `body` on all of torch's threads, or on the calling thread alone.
 
-    `body` gets a pointer to `arguments`, a record of a class from `arguments_type`; `run` sets its field num_threads.
-    If `parallel` is False, the work must be short, because the calling thread keeps the GIL. In `body`, thread_num()
-    returns the number of the thread.
+    The function gets a pointer to `arguments`, whose class comes from `arguments_type`. If `parallel` is False, the
+    work must be short, because the calling thread keeps the GIL.
     """
     # Never fewer than all threads, because libgomp would end the unused threads. Short work keeps the GIL, because
     # another thread would hold a released GIL for longer than the work takes.
@@ -78,13 +77,13 @@ def run(body: Any, arguments: Any, *, parallel: bool) -> None:
 
 @jit()
 def own_part(total: int, thread: int, num_threads: int) -> tuple[int, int]:
-    """Return the start and the end of a thread's part of `total` items. The parts of all threads are about equal."""
+    """Return the start and the end of one thread's part of `total` items. All parts have about the same size."""
     return total * thread // num_threads, total * (thread + 1) // num_threads
 
 
 @cache
 def alone(body: Any, releases_gil: bool) -> Callable[[int], None]:
-    """Return a Python function that calls the cfunc `body`, and releases the GIL meanwhile if `releases_gil`."""
+    """Wrap the C function `body` in a Python function, which releases the GIL during a call if `releases_gil`."""
     prototype = ctypes.CFUNCTYPE if releases_gil else ctypes.PYFUNCTYPE
     return prototype(None, ctypes.c_void_p)(body.address)
 

@@ -28,10 +28,8 @@ sample = sampling.sample
 
 
 class Work(NamedTuple):
-    """Work lists of a batch: its prefill chunks, and the rows of all other sequences."""
-
     chunks: list[tuple[slice, int, int]]  # tokens, index of the sequence, length of its context
-    listed: RowList
+    listed: RowList  # tokens of all sequences that have no prefill chunk
 
 
 def prepare_attention(
@@ -137,7 +135,7 @@ def activated(rows: Tensor, activation: Activation) -> Tensor:
 
 @jit()
 def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
-    """Copy rows[t, h] to slot slots[t] of the cache. Skip negative slots. Both arrays have the same integer type."""
+    """Copy rows[t, h] to slot slots[t] of the cache for each token t and head h. Skip negative slots."""
     tokens, kv_heads, _ = rows.shape
     block_size = cache.shape[2]
     for token in range(tokens):

@@ -1,4 +1,4 @@
-"""Attention of a prefill chunk: torch matrix products over gathered keys and values, one tile of queries at a time."""
+"""Attention of a prefill chunk with torch's matrix products, one tile of queries at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attend_chunk(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of one sequence's chunk, [q_len, heads, value_dim] in the query's dtype.
+    """Return the attention of one sequence's chunk, [q_len, heads, value_dim].
 
     `query` [q_len, heads, head_dim] has the last q_len of the sequence's `context` tokens.
     """
@@ -54,7 +54,7 @@ def attend_chunk(
 
 
 def gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return the keys or values of all tokens in these blocks, in order, [kv_heads, tokens, head_dim]."""
+    """Return the keys or values of all tokens in `blocks`, [kv_heads, tokens, head_dim]."""
     # Selecting from a transposed cache would make torch copy the whole cache first.
     return cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
 
@@ -69,10 +69,10 @@ def attend_tile(
     sinks: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of one tile in float32, with the options that scaled_dot_product_attention lacks.
+    """Return the attention of one tile of queries, computed in float32, [heads, queries, value_dim].
 
-    `query` is [heads, queries, head_dim], the result [heads, queries, value_dim]. `visible` [queries, keys] is True
-    where a query attends to a key. `bias` is added to the scores.
+    `query` is [heads, queries, head_dim]. `visible` [queries, keys] is True where a query attends to a key. `bias` is
+    added to the scores.
     """
     heads, queries, _ = query.shape
     kv_heads = keys.shape[0]

@@ -1,10 +1,8 @@
-"""Product of one row with a bfloat16 matrix, which reads the matrix as it is stored.
-
-torch's product of one row first converts the matrix and copies it to blocks. This kernel is limited by memory
-bandwidth: it takes 0.7 times as long as torch's product, and 0.85 times as long as torch's product with a matrix that
-oneDNN packed beforehand (measured with all matrices of SmolLM2-135M on a CPU without bfloat16 instructions). For
-float32 and for more rows, torch's products are faster.
-"""
+"""Product of one row with a bfloat16 matrix, which the kernel reads as it is stored."""
+# torch's product of one row first converts the matrix and copies it to blocks. This kernel is limited by memory
+# bandwidth: it takes 0.7 times as long as torch's product, and 0.85 times as long as torch's product with a matrix that
+# oneDNN packed beforehand (measured with all matrices of SmolLM2-135M on a CPU without bfloat16 instructions). For
+# float32 and for more rows, torch's products are faster.
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def row_body() -> Any:
-    """Return the function that each thread runs. Every thread gets the same number of rows of the matrix."""
+    """Compile and return the function that each thread runs."""
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
@@ -68,7 +66,7 @@ def row_body() -> Any:
 
 @jit()
 def multiply(weight: Any, x: Any, sums: Any) -> None:
-    """Set sums[i] to the product of weight[i] and x, for up to four rows. Four rows share one load of x."""
+    """Set sums[i] to the product of weight[i] and x, for up to four rows of the matrix."""
     if weight.shape[0] == 4:
         sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
         for i in range(x.shape[0]):

@@ -1,4 +1,4 @@
-"""Sampling on the CPU: each thread samples whole rows, with vectorised passes over the logits and without a sort."""
+"""Sampling on the CPU, without a sort. Each thread samples whole rows."""
 # Compiled code compares logits by their `order_key`, an integer. The filters top_k and top_p keep the tokens whose key
 # is above a threshold, and the first few tokens whose key equals it. The threshold is found by bisection: first over
 # the whole vocabulary, where most chunks of CHUNK tokens lie above or below as a whole, then over the few tokens that
@@ -75,7 +75,7 @@ def thread_body(element: np.dtype[Any]) -> Any:
 
 @jit()
 def order_key(element: Any) -> Any:
-    """Return the int32 key of a logit. Keys compare like the logits; -0 and 0 have the same key."""
+    """Convert a logit to an int32 key. Keys compare like logits, and -0 and 0 have the same key."""
     bits = np.float32(to_float32(element)).view(np.int32)
     key = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
     return np.int32(0) if key == np.int32(-1) else key
@@ -83,7 +83,7 @@ def order_key(element: Any) -> Any:
 
 @jit()
 def survey(logits: Any, chunks: Any) -> int:
-    """Return the lowest id with the best logit, -1 if it is not finite. Set each chunk's HIGHEST and LOWEST key."""
+    """Return the lowest id with the best logit, -1 if the logit is not finite. Set HIGHEST and LOWEST of each chunk."""
     width = logits.shape[0]
     best, worst = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
     for chunk in range(chunks.shape[1]):
@@ -107,7 +107,7 @@ def survey(logits: Any, chunks: Any) -> int:
 
 @jit()
 def draw(logits: Any, best: int, parameters: Any, weights: Any, chunks: Any) -> Any:
-    """Return the id that a row draws. `best` is the id of its best logit; `weights` is scratch space."""
+    """Sample an id from one row. `best` is the id of the row's best logit, and `weights` is scratch memory."""
     temperature, top_k, top_p = np.float32(parameters[TEMPERATURE]), parameters[TOP_K], parameters[TOP_P]
     top, floor = np.float32(to_float32(logits[best])), np.float32(np.log(parameters[MIN_P]))
     weigh(logits, top, temperature, floor, weights, chunks)
@@ -142,7 +142,7 @@ def draw(logits: Any, best: int, parameters: Any, weights: Any, chunks: Any) -> 
 
 @jit(EXACT)
 def weight_of(logit: Any, top: Any, temperature: Any, floor: Any) -> Any:
-    """Return the weight of a token (int64), 0 if its score is below `floor`. `top` is the best logit of the row."""
+    """Return the weight (int64) of a token, 0 for a score below `floor`. `top` is the best logit of the row."""
     score = np.float32((logit - top) / temperature)
     weight = np.int64(exp32(score) * WEIGHT_UNITS)
     return weight if score >= floor else np.int64(0)
@@ -150,7 +150,7 @@ def weight_of(logit: Any, top: Any, temperature: Any, floor: Any) -> Any:
 
 @jit(EXACT)
 def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chunks: Any) -> None:
-    """Compute the weights of all tokens, and their sum in each chunk (SUM)."""
+    """Set the weights of all tokens, and the sum of the weights in each chunk (SUM)."""
     for chunk in range(chunks.shape[1]):
         first, end = chunk * CHUNK, min((chunk + 1) * CHUNK, logits.shape[0])
         part, result = logits[first:end], weights[first:end]
@@ -164,10 +164,10 @@ def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chu
 
 @jit()
 def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool, limit: Any) -> Any:
-    """Return a threshold, the sum of the weights above it, and the number of tokens whose key equals it.
+    """Find the lowest key, from `low` on, above which the sum of all weights is less than `limit`.
 
-    The threshold is the lowest key, from `low` on, above which the sum is less than `limit`. If `by_count`, each token
-    counts as 1 in all sums. `high` is the key of the best token.
+    Returns the key, the sum of the weights above the key, and the number of tokens that have the key. If `by_count`,
+    all weights are 1. `high` is the key of the best token.
     """
     before: Any = np.int64(0)  # the sum above `high`
     for _ in range(COARSE_STEPS):
@@ -196,7 +196,7 @@ def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, 
 
 @jit()
 def sum_above(logits: Any, weights: Any, chunks: Any, threshold: Any, by_count: bool) -> Any:
-    """Return the sum of the weights of tokens whose key is above `threshold`, or their number if `by_count`."""
+    """Return the sum of the weights of tokens whose key is above `threshold`. If `by_count`, all weights are 1."""
     result = np.int64(0)
     bound = np.int32(threshold)
     for chunk in range(chunks.shape[1]):
@@ -218,7 +218,7 @@ def sum_above(logits: Any, weights: Any, chunks: Any, threshold: Any, by_count: 
 
 @jit()
 def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool) -> Any:
-    """Return the keys of the tokens whose key is from `low` to `high`, and their weights (1 each if `by_count`)."""
+    """Return the keys and weights of all tokens with keys from `low` to `high`. If `by_count`, all weights are 1."""
     keys, amounts = np.empty(64, np.int32), np.empty(64, np.int64)
     size = 0
     for chunk in range(chunks.shape[1]):
@@ -268,14 +268,15 @@ def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, 
 
 @jit()
 def from_key(key: Any) -> Any:
-    """Return the float32 whose `order_key` is `key`."""
+    """Convert a key to the float32 whose `order_key` is `key`."""
     bits = np.int32(key)
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
 @jit(EXACT)
 def find_winner(amounts: Any, name: int, first: Any, second: Any) -> Any:
-    """Return the index of the largest amount / time (see `reference.race`), with times hashed from `name` + index."""
+    """Return the index that wins a race (see `reference.race`) in which the weights are `amounts`."""
+    # The time of index i is hashed from `name` + i and the key (first, second).
     best, largest = 0, -1.0
     for i in range(amounts.shape[0]):
         if amounts[i] > 0:

@@ -1,10 +1,8 @@
-"""Inner loops of attention in LLVM's vector types, for heads whose size is a multiple of WIDTH.
-
-LLVM also vectorises these loops if they are written in Python, but with a horizontal sum for each product of two
-vectors, with loads and stores of the output for every few values, and with checks that arrays do not overlap. Here the
-horizontal sums for KEYS keys are computed together, and outputs stay in registers. Attention takes 0.65 times as long
-if the KV is in the CPU's caches, and 0.87 times as long if it comes from memory (measured).
-"""
+"""Inner loops of attention in LLVM's vector types, for heads whose size is a multiple of WIDTH."""
+# LLVM also vectorises these loops if they are written in Python, but with a horizontal sum for each product of two
+# vectors, with loads and stores of the output for every few values, and with checks that arrays do not overlap. Here
+# the horizontal sums for KEYS keys are computed together, and outputs stay in registers. Attention takes 0.65 times as
+# long if the KV is in the CPU's caches, and 0.87 times as long if it comes from memory (measured).
 
 from __future__ import annotations
 
@@ -117,7 +115,7 @@ def _columns(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any = None) -> Any:
-    """Return a pointer to an element of a contiguous matrix, by default the first in the row."""
+    """Return a pointer to an element of a contiguous matrix, by default to the first element of the row."""
     offset = builder.mul(row, _columns(context, builder, array_type, array))
     offset = offset if column is None else builder.add(offset, column)
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
@@ -132,7 +130,7 @@ def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
 
 
 def _pairs(builder: Any, one: Any, other: Any, count: int = LANES) -> Any:
-    """Return the sums of `count` pairs of neighbouring numbers, first of pairs in `one`, then of pairs in `other`."""
+    """Return the sums of neighbouring numbers, first for all pairs in `one`, then for all pairs in `other`."""
     even = builder.shuffle_vector(one, other, _mask(range(0, 2 * count, 2)))
     odd = builder.shuffle_vector(one, other, _mask(range(1, 2 * count, 2)))
     return builder.fadd(even, odd)

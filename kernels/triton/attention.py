@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def begin_softmax(sinks, heads, real, is_first, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """Return each row's maximum and sum of exponentials before the first key."""
+    """Return the maximum and the sum of exponentials that each row has before the first key."""
     # A sink is a key without a value. Only the first item of a tile has it.
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -44,7 +44,7 @@ def score_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return the scores of a tile of keys, multiplied by log2 e, because the kernel computes exponentials with exp2."""
+    """Return the scores of a tile of keys, multiplied by log2 e because the kernel uses exp2."""
     scores = tl.dot(query, key, input_precision="ieee") * scale
     if SOFTCAP:  # softcap * tanh(score / softcap)
         scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
@@ -86,7 +86,7 @@ def visit_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Continue the online softmax over the keys begin to end - 1. Return accumulator, maximum and total of each row."""
+    """Continue the online softmax over keys begin to end - 1. Return the accumulator, maximum and total of each row."""
     # Without MASKED, each row must attend to all of these keys, and their number must be a multiple of BLOCK_N. Without
     # SOFTCAP, `scale` must contain the factor log2 e.
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -153,7 +153,7 @@ def attend_keys(
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
-    """Compute the attention of a tile's rows over the keys begin to end - 1. Return the same as `visit_keys`."""
+    """Compute the online softmax over keys begin to end - 1. Return the accumulator, maximum and total of each row."""
     dims = tl.arange(0, BLOCK_D)
     q = tl.load(
         query + tokens[:, None] * query_stride + heads[:, None] * head_stride + dims[None, :],
@@ -261,8 +261,9 @@ def join_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Join the slots of one query and head. The program ids are the numbers of the join, the head and the query."""
-    # CHUNK slots at a time are rescaled from their own maxima to the largest maximum of all slots so far.
+    """Join the results of all work items for one query and head."""
+    # The program ids are the numbers of the join, of the query head and of the query in the tile. CHUNK slots at a time
+    # are rescaled from their own maxima to the largest maximum of all slots so far.
     head, number = tl.program_id(1), tl.program_id(2)
     join = joins + tl.program_id(0) * 4
     first_token, num_queries, first_slot, num_slots = (
@@ -309,7 +310,7 @@ def write_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy the key or value vector of one token and KV head (the program ids) to the cache. Skip negative slots."""
+    """Copy the key or the value of one token and KV head to the cache. Skip negative slots."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:

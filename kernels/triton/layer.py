@@ -12,10 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def normalise(x, weight, inside, numbers, size, eps, offset, CENTRED: tl.constexpr):
-    """Return the norm of a row of `size` numbers, with weights `weight + offset`; see `reference.add_norm`.
-
-    `x` has the row, padded with zeros. `numbers` are the indices in `x`, and `inside` is False for padding.
-    """
+    """Return the norm of a row of `size` numbers, computed as in `reference.add_norm`."""
+    # `x` has the row, padded with zeros. `numbers` are the indices in `x`, and `inside` is False for padding.
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
@@ -39,7 +37,7 @@ def norm_kernel(
     CENTRED: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Compute `reference.add_norm` of one token. The number of the token is the program id."""
+    """Compute `reference.add_norm` for one token."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     numbers = tl.arange(0, BLOCK)
     inside = numbers < SIZE
@@ -79,7 +77,7 @@ def rotary_kernel(
     NORM: tl.constexpr,
     BY_GROUP: tl.constexpr,
 ):
-    """Compute `reference.rotate_and_write` of one vector. Token and head are the program ids."""
+    """Compute `reference.rotate_and_write` for one vector of one token."""
     # Query heads have the first numbers, then key heads, then value heads. A program reads the numbers that it rotates
     # twice: in their order, and with the two halves exchanged.
     HALF: tl.constexpr = ROTATED // 2
@@ -130,7 +128,7 @@ def activation_kernel(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Compute `reference.gated` or `reference.activated` of BLOCK numbers of one token."""
+    """Compute `reference.gated` or `reference.activated` for BLOCK numbers of one token."""
     # Token and block are the program ids. The number of the activation is its index in `reference.Activation`.
     token = tl.program_id(0).to(tl.int64)
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

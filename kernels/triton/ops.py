@@ -1,4 +1,4 @@
-"""CUDA ops: launches of the Triton kernels. No op waits for the device.
+"""CUDA ops: launches of the Triton kernels, which do not wait for the device.
 
 Each op computes the op of the same name in reference.py, for contiguous tensors.
 """
@@ -50,7 +50,7 @@ def num_compiled() -> int:
 
 
 class Launch(NamedTuple):
-    """Work of one launch of the attention kernel, on the device; see `tiling.WorkList`."""
+    """Arguments of one launch of the attention kernel."""
 
     tiling: Tiling
     items: Tensor
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[list[Launch]]:
-    """Return the launches of each layer: one for the decodes, if there are any, and one for the chunks."""
+    """Return the launches of each layer: one for all decodes, and one for all prefill chunks."""
     gpu, lengths = find_gpu(device), cu_seqlens_q[1:] - cu_seqlens_q[:-1]
     kinds = (True, np.flatnonzero(lengths == 1).astype(np.int32)), (False, np.flatnonzero(lengths > 1).astype(np.int32))
     works: dict[AttentionShape, list[Launch]] = {}

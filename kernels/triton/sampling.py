@@ -1,4 +1,4 @@
-"""Sampling for CUDA: one program samples one row, without a sort, and the host does not wait for it."""
+"""Sampling kernel for CUDA, in which one program samples one row without a sort."""
 # The filters top_k and top_p keep the tokens whose key (see `order_key`) is above a threshold, and the first few tokens
 # whose key equals it. To find the threshold, each pass over the row divides the range of keys by four: 8 passes for
 # bfloat16, 16 for other types. Rows that are greedy or have no such filter need no search. The row stays in the GPU's
@@ -26,10 +26,8 @@ LOWEST = tl.constexpr(-0x80000000)
 
 @triton.jit
 def order_key(value, SHIFT: tl.constexpr):
-    """Return the int32 keys of float32 values. Keys compare like the values; -0 and 0 have the same key.
-
-    If the values come from bfloat16, their low 16 bits are 0, and a SHIFT of 16 drops them.
-    """
+    """Convert float32 values to int32 keys. Keys compare like the values, and -0 and 0 have the same key."""
+    # If the values come from bfloat16, their low 16 bits are 0, and a SHIFT of 16 drops them.
     bits = value.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(key == -1, 0, key) >> SHIFT
@@ -37,7 +35,7 @@ def order_key(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def from_key(key, SHIFT: tl.constexpr):
-    """Return the float32 value whose `order_key` is `key`."""
+    """Convert keys to the float32 values whose `order_key` they are."""
     whole = key
     if SHIFT > 0:
         whole = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
@@ -51,14 +49,14 @@ def load_logits(logits, places, width):
 
 @triton.jit
 def weigh(values, top, temperature, floor):
-    """Return the weights (int64) of logits, 0 for scores below `floor`. `top` is the best logit of the row."""
+    """Return the weights (int64) of tokens, 0 for scores below `floor`. `top` is the best logit of the row."""
     scores = (values - top) / temperature
     return tl.where(scores >= floor, (tl.exp(scores) * WEIGHT_UNITS).to(tl.int64), 0)
 
 
 @triton.jit
 def exponential(names, first, second):
-    """Return the exponential times (float64) of the race for these names and one key; see `reference.race`."""
+    """Return the times (float64) of the named participants in a race (see `reference.race`)."""
     mixed = names.to(tl.int64) ^ first
     mixed = ((mixed ^ (mixed >> 16)) * MIX_0) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15) ^ second) * MIX_1) & 0xFFFFFFFF
@@ -68,7 +66,7 @@ def exponential(names, first, second):
 
 @triton.jit
 def find_best(logits, width, BLOCK: tl.constexpr):
-    """Return the key of the best logit, and the lowest id with this logit, -1 if the logit is not finite."""
+    """Return the key of the best logit and the lowest id with this logit. The id is -1 if the logit is not finite."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], LOWEST, tl.int32)
     worst = tl.full([BLOCK], INFINITY, tl.int32)
@@ -88,7 +86,7 @@ def sum_above(
     logits, width, top, temperature, floor, first, second, third,
     SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of the weights of tokens above each of three thresholds, or their number if BY_COUNT."""
+    """Return the sums of the weights above each of three thresholds. If BY_COUNT, all weights are 1."""
     lanes = tl.arange(0, BLOCK)
     sum1, sum2, sum3 = (tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64))
     for start in range(0, width, BLOCK):
@@ -106,10 +104,10 @@ def find_threshold(
     logits, width, top, temperature, floor, low, high, limit,
     SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return a threshold, and the sum of the weights above it.
+    """Find the lowest key, from `low` on, above which the sum of all weights is less than `limit`.
 
-    The threshold is the lowest key, from `low` on, above which the sum is less than `limit`. If BY_COUNT, each token
-    counts as 1. `high` is the key of the best token.
+    Returns the key and the sum of the weights above the key. If BY_COUNT, all weights are 1. `high` is the key of the
+    best token.
     """
     before = tl.full([], 0, tl.int64)
     low, high = low.to(tl.int64), high.to(tl.int64)
@@ -144,7 +142,7 @@ def count_ties(logits, width, threshold, SHIFT: tl.constexpr, BLOCK: tl.constexp
 def apply_filters(
     logits, width, top, temperature, floor, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the threshold of top_k and top_p, and how many tokens at the threshold are kept."""
+    """Return the threshold of top_k and top_p, and the number of tokens at the threshold that are kept."""
     low = order_key(top + MIN_SCORE * temperature, SHIFT)  # the weights of tokens below it are 0
     high = order_key(top, SHIFT)
     threshold = tl.full([], LOWEST, tl.int32)
@@ -215,7 +213,7 @@ def sample_kernel(
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sample one row, whose number is the program id; see `reference.sample`."""
+    """Compute `reference.sample` for one row."""
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * width
     own = parameters + row

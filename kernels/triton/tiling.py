@@ -1,4 +1,4 @@
-"""Division of a step's attention into work items for the programs of a GPU."""
+"""Division of a step's attention into work items for the programs of a GPU kernel."""
 # The tiles of a launch have E units of work for each KV head, so that all KV heads together have two units for each
 # multiprocessor. With N keys in all tiles, a unit is N / E keys, or MIN_SPLIT_TOKENS if that is more. The keys of a
 # tile are divided into as many items as the tile has whole units, so an item has less than two units. If all tiles are
@@ -22,7 +22,7 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 class Tiling(NamedTuple):
-    """Sizes of the tiles of one launch."""
+    """Sizes of the tiles of one kernel launch."""
 
     block_m: int  # rows: queries x query heads of one KV head
     block_n: int  # keys
@@ -33,11 +33,11 @@ class Tiling(NamedTuple):
 
 
 class Item(IntEnum):
-    """Column of the array of work items. The queries of an item are consecutive tokens."""
+    """Column in the array of work items."""
 
-    # TABLE is a row of the block tables, and FIRST_POSITION the position of the first query in its sequence. The item
-    # has the keys BEGIN to END - 1. SLOT is -1 if these are all keys of the tile. IS_FIRST is 1 for the first item of a
-    # tile, else 0. An item without queries has no work.
+    # The queries of an item are consecutive tokens. TABLE is a row of the block tables, and FIRST_POSITION the position
+    # of the first query in its sequence. The item has the keys BEGIN to END - 1. SLOT is -1 if these are all keys of
+    # the tile. IS_FIRST is 1 for the first item of a tile, else 0. An item without queries has no work.
 
     TABLE = 0
     FIRST_TOKEN = 1
@@ -50,7 +50,9 @@ class Item(IntEnum):
 
 
 class Join(IntEnum):
-    """Column of the array of joins. The queries of a join are consecutive tokens; without queries there is no work."""
+    """Column in the array of joins."""
+
+    # The queries of a join are consecutive tokens. A join without queries has no work.
 
     FIRST_TOKEN = 0
     NUM_QUERIES = 1
@@ -59,17 +61,15 @@ class Join(IntEnum):
 
 
 class WorkList(NamedTuple):
-    """Work of one launch."""
+    """Work of one kernel launch."""
 
-    items: Int32  # [W, 8], see Item
+    items: Int32  # [W, 8], see Item; one program computes one item for one KV head
     joins: Int32  # [J, 4], see Join
     num_slots: int
     tile_queries: int  # most queries of a tile
 
 
 class Gpu(NamedTuple):
-    """Properties of a GPU."""
-
     num_processors: int  # streaming multiprocessors
     capability: int  # compute capability, such as 89 for 8.9
 
@@ -83,7 +83,7 @@ def find_gpu(device: torch.device) -> Gpu:
 def choose_tiling(
     *, capability: int, decodes: bool, group: int, head_dim: int, value_dim: int, item_size: int
 ) -> Tiling:
-    """Choose the tile sizes for a launch of decodes (one query each) or of chunks.
+    """Choose the tile sizes for a launch of decodes or of prefill chunks.
 
     `group` is the number of query heads per KV head. `item_size` is the bytes of one element of the query.
     """
@@ -113,11 +113,11 @@ def list_work(
     units: int,
     fixed: bool,
 ) -> WorkList:
-    """List the work of some `sequences` (indices [S]) of a batch, the longest items first.
+    """List the work of some sequences of a batch, the longest items first.
 
-    `bounds` [B + 1] and `contexts` [B] are cu_seqlens_q and context_lens. A tile has up to `tile_queries` queries, and
-    the kernel visits `block_n` keys at a time. If `fixed`, empty items and joins are added, so that all shapes depend
-    only on `units` and the number of tiles.
+    `sequences` [S] are indices in the batch. `bounds` [B + 1] and `contexts` [B] are the batch's cu_seqlens_q and
+    context_lens. A tile has up to `tile_queries` queries, and the kernel visits `block_n` keys at a time. If `fixed`,
+    empty items and joins are added, so that all shapes depend only on `units` and the number of tiles.
     """
     lengths = (bounds[1:] - bounds[:-1])[sequences]
     counts = -(-lengths // tile_queries)
@@ -158,5 +158,5 @@ def list_work(
 
 
 def padded(size: int) -> int:
-    """Return the smallest power of two that is at least `size` and at least MIN_PRODUCT."""
+    """Round `size` up to a power of two, which is at least MIN_PRODUCT."""
     return max(MIN_PRODUCT, 1 << (size - 1).bit_length())
