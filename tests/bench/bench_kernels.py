@@ -4,7 +4,10 @@ torch's attention gets gathered keys and values. The contenders take turns and t
 hold on a shared machine. The floor is the time in which torch sums as many bytes of float32 with equally warm caches.
 Shapes are SmolLM2-135M's or, with --llama, Llama-3.1-8B's.
 
-python tests/bench/bench_kernels.py [--device cuda --llama] [--dtype bfloat16] [--seconds 3]
+On a GPU, --programs and --stages try other settings than those with which attention is served: decode programs for each
+multiprocessor, and stages of the decode kernel's pipeline.
+
+python tests/bench/bench_kernels.py [--device cuda --llama --programs 3 --stages 4] [--dtype bfloat16] [--seconds 3]
 """
 
 from __future__ import annotations
@@ -84,6 +87,20 @@ def best_times(contenders: dict[str, Contender], seconds: float, device: str) ->
     return best
 
 
+def try_settings(programs: int | None, stages: int | None) -> None:
+    """Change the settings of Triton attention that are not None."""
+    from llmsched.kernels.triton import ops
+
+    served = ops.choose_tiling
+
+    def choose_tiling(*, decodes: bool, **shape: int) -> ops.Tiling:
+        tiling = served(decodes=decodes, **shape)
+        return tiling._replace(num_stages=stages) if decodes and stages else tiling
+
+    ops.choose_tiling = choose_tiling
+    ops.PROGRAMS_PER_PROCESSOR = programs or ops.PROGRAMS_PER_PROCESSOR
+
+
 def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> tuple[int, dict[str, float]]:
     """Return the bytes of keys and values, and each contender's time."""
     batch = make_batch(shape, dtype=dtype, device=device)
@@ -104,7 +121,11 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--llama", action="store_true", help="shapes of Llama-3.1-8B; up to 2 GB of KV")
     parser.add_argument("--seconds", type=float, default=3.0, help="spent on each batch")
+    parser.add_argument("--programs", type=int)
+    parser.add_argument("--stages", type=int)
     arguments = parser.parse_args()
+    if arguments.programs or arguments.stages:
+        try_settings(arguments.programs, arguments.stages)
     backend = dispatch.backend_name(torch.device(arguments.device).type)
     table = Table(title=f"MEASURED: {backend} kernels, {torch.get_num_threads()} threads, ms (times the kernel's)")
     for column in ("type", "batch", "KV MB", "kernel", "GB/s", "floor", "gather + SDPA", "reference"):

@@ -19,6 +19,13 @@ from llmsched.kernels import dispatch, reference
 SERVING = (
     Shape("32 decodes of 1k", tuple((1, 900 + 8 * i) for i in range(32)), heads=32, kv_heads=8, head_dim=128),
     Shape("a decode of 20k", ((1, 20_000),), heads=32, kv_heads=8, head_dim=128),
+    Shape(
+        "a decode of 32k among 31 of 500",
+        ((1, 32_768), *((1, 485 + i) for i in range(31))),
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+    ),
     Shape("a prefill of 2k", ((2048, 2048),), heads=32, kv_heads=8, head_dim=128),
     Shape(
         "prefill beside decodes",
