@@ -270,7 +270,7 @@ def add_norm(
 def norm(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, offset: float = 0.0, centred: bool = False
 ) -> Tensor:
-    """Return the norm of the last dimension of `rows`, in the type of `rows`. The formula is that of `add_norm`."""
+    """Return the norm of the last dimension of `rows` in the type of `rows`, computed as in `add_norm`."""
     x = rows.float()
     if centred:
         x = x - x.mean(-1, keepdim=True)
@@ -296,8 +296,7 @@ def rotate_and_write(
 
     - projected: [T, (heads + 2 x kv_heads) x D]. A row has the vectors of all query heads, then of all key heads, then
       of all value heads.
-    - by_group: a row has, for each KV head, the query vectors of its group, its key vector and its value vector
-      (BLOOM, Falcon, GPT-NeoX).
+    - by_group: if True, a row has one group of vectors for each KV head: queries, key, value (BLOOM, Falcon, GPT-NeoX).
     - cos, sin: [T, R] in the type of `projected`, where R is even and at most D. The first R numbers x of a vector
       become x cos + (-x2, x1) sin, where x1 and x2 are the halves of x (rotary position embedding, Su et al. 2021).
     - slot_mapping: int64 [T], as in `write_kv`.

@@ -30,7 +30,7 @@ def shipped_table(name: str) -> dict[str, Any]:
 
 
 def find_entry(entries: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """Return the entry called `name`. Raises UnknownNameError, whose message calls an entry a `kind`."""
+    """Return the entry called `name`, or raise UnknownNameError. `kind` is the word for an entry in the message."""
     if name not in entries:
         raise UnknownNameError(f"{name!r} is not a known {kind}; known are {', '.join(entries)}")
     return entries[name]

@@ -28,7 +28,7 @@ def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
 
 
 def rotary_limit(fields: Fields) -> int | None:
-    """Return the longest context in tokens with the same rotary embeddings as short contexts. None: unlimited.
+    """Return the length in tokens up to which contexts have the same rotary embeddings. None: there is no limit.
 
     Raises ModelError for an unknown type of rotary embeddings.
     """

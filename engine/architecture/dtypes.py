@@ -1,4 +1,4 @@
-"""Names and sizes of the data types of weights and KV, without torch."""
+"""Names and sizes of the data types of weights and KV. The module does not import torch."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Arithmetic operations and bytes of a model's steps, on any device."""
+    """Costs of a model's steps on any device: arithmetic operations, and bytes that are read and written."""
 
     layers: int
     dense: Matrices  # matrices that multiply every token

@@ -13,7 +13,7 @@ from llmsched.engine.errors import ModelError
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters, by how quantised formats store the parameters."""
+    """Numbers of parameters, in classes that quantised formats store differently."""
 
     linear: int = 0  # matrices of attention and dense MLPs
     experts: int = 0  # matrices of routed experts

@@ -39,7 +39,7 @@ class Fit:
 
 
 def fit(steps: Sequence[MeasuredStep], window: int | None = None) -> Fit:
-    """Fit a FittedCost to measured steps of a model with sliding windows of `window` tokens (None: without windows)."""
+    """Fit a FittedCost to measured steps. `window` is the model's sliding window in tokens; None: no sliding window."""
     fits = [_fit(steps, knee, window) for knee in KNEES]
     return min(fits, key=lambda each: float(np.mean(np.abs(each.left_out))))
 

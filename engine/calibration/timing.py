@@ -83,7 +83,10 @@ def choose_steps(limits: StepLimits) -> dict[str, Rows]:
 
 
 def describe(rows: Rows) -> str:
-    """Return a name for a step, such as "4 decodes of 512 + prefill of 124 after 0" (numbers of tokens)."""
+    """Return a name for a step, such as "4 decodes of 512 + prefill of 124 after 0".
+
+    In this example, 512 and 0 are context lengths in tokens, and 124 is the number of new tokens.
+    """
     decodes = [context for context, tokens in rows if tokens == 1]
     prefills = [row for row in rows if row[1] > 1]
     parts = []
@@ -155,7 +158,7 @@ def measure_engine(engine: Engine, repeats: int = 5, progress: Progress = silent
 
 
 def while_serving(cost: FittedCost, serving: Sequence[ServingOverhead]) -> FittedCost:
-    """Add the overhead of serving to `cost`: steps become slower, and time passes between steps."""
+    """Return `cost` with the overhead of serving: steps are slower, and time passes between steps."""
     matrix = np.array([[1 / each.between, each.num_seqs / each.between] for each in serving])
     per_step, per_row = non_negative(matrix).tolist()
     slowdown = max(1.0, statistics.median(each.slowdown for each in serving))

@@ -86,7 +86,7 @@ def num_prompt_predictions(row: ScheduledRow) -> int:
 
 
 def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
-    """Split a step into parts with at most `max_predictions` tokens each that predict prompt tokens.
+    """Split a step into parts, so that each part predicts at most `max_predictions` prompt tokens.
 
     A part is a list of (index in `rows`, row or piece of this row). The pieces of a row come in order, and only the
     last piece may sample.

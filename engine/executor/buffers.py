@@ -96,7 +96,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 class HostCopy:
-    """Copy of a tensor in host memory. On a GPU, `wait` must be called before the copy is read."""
+    """Asynchronous copy of a tensor to host memory. `wait` returns the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._written = tensor, None

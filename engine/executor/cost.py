@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
 
 
 def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
-    """Return the shape of a step of a model with sliding windows of `window` tokens (None: without windows)."""
+    """Return the shape of a step. `window` is the model's sliding window in tokens; None: no sliding window."""
     tokens = decodes = sampled = decode_kv = prefill_kv = pairs = 0
     window_decode_kv = window_prefill_kv = window_pairs = 0
     for _, start, count, _, sample in plan.rows:
@@ -77,12 +77,12 @@ class StepCost(Protocol):
 
 
 class FittedCost(NamedTuple):
-    """StepCost that was fitted to measured steps. The coefficients are in seconds per unit:
+    """StepCost that was fitted to measured steps. All coefficients but `knee` are in seconds per unit.
 
     seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
               + decode_kv x KV tokens that decodes read
               + prefill_pair x (query, key) pairs of prefills + prefill_kv x KV tokens that prefills read
-              + the last three terms for sliding-window layers, if the model has such layers
+              + three more terms like the last three, for layers with a sliding window
     """
 
     knee: float  # number of tokens whose matrix products take as long as reading the weights

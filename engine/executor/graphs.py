@@ -107,8 +107,8 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """Graphs of a model's forward passes over decodes, one graph for each batch size.
 
-    `tables` [G, rows, blocks] (int32) are the block tables that the graphs read. They must be large enough for every
-    step.
+    `tables` [G, rows, blocks] (int32) are the block tables that the graphs read. The tables must be large enough for
+    every step.
     """
 
     def __init__(self, model: PagedModel, tables: torch.Tensor, record: Recorder) -> None:

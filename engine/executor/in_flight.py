@@ -35,7 +35,7 @@ class SampledTokens:
         self._ids.append(token_ids)
 
     def places(self, sequences: ListLike[Sequence]) -> npt.NDArray[np.int64]:
-        """Return the index in `ids()` of the token of each sequence."""
+        """Return, for each sequence, the index of its token in `ids()`."""
         return np.array([self._places[sequence] for sequence in sequences], dtype=np.int64)
 
     def ids(self) -> torch.Tensor:
@@ -43,7 +43,7 @@ class SampledTokens:
 
 
 class PackedPart(NamedTuple):
-    """Part of a step (see `split`) whose arrays are in the StepBuffers."""
+    """Part of a step whose arrays are in the StepBuffers."""
 
     indices: ListLike[int]  # numbers of the rows in the step
     rows: ListLike[ScheduledRow]
@@ -56,7 +56,7 @@ class PackedPart(NamedTuple):
 
 
 class LaunchedPart(NamedTuple):
-    """Part of a step (see `split`) that the device may still be computing."""
+    """Part of a step that the device may still be computing."""
 
     indices: ListLike[int]  # numbers of the rows in the step
     sampling_rows: list[int]  # rows of the part that sample

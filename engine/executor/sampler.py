@@ -67,9 +67,9 @@ class Sampler:
     ) -> PendingSample:
         """Start to sample a token for each row of logits [R, V]. The logits may be overwritten.
 
-        Row i continues sequences[i]. The result of a row whose best logit is not finite is an error. Ids in logit_bias
-        must be below V. `parameters` is a copy of `parameters_of(sequences)` on the device. None: the sampler makes the
-        copy.
+        Row i continues sequences[i]. If the best logit of a row is not finite, the row's result is an error. Ids in
+        logit_bias must be below V. `parameters` is a copy of `parameters_of(sequences)` on the device. None: the
+        sampler makes the copy.
         """
         if parameters is None:
             parameters = to_device(parameters_of(sequences), logits.device)
@@ -125,9 +125,10 @@ def parameters_of(sequences: ListLike[Sequence]) -> npt.NDArray[np.float64]:
 
 
 class PendingLogprobs:
-    """Log-probabilities that are being copied to the host: for row i, of token_ids[i] and of the counts[i] best tokens.
+    """Log-probabilities that are being copied to the host.
 
-    `logprobs` is [N, V] (fp32), and `token_ids` is [N].
+    For row i of `logprobs` [N, V] (fp32), these are the log-probabilities of token_ids[i] and of the counts[i] best
+    tokens.
     """
 
     def __init__(self, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int]) -> None:
@@ -147,9 +148,10 @@ class PendingLogprobs:
 def enqueue_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, counts: ListLike[int], rows_at_once: int
 ) -> list[PendingLogprobs]:
-    """Start to compute log-probabilities: for row i of logits [N, V], of token_ids[i] and of the counts[i] best tokens.
+    """Start to compute log-probabilities of some tokens in each row of logits [N, V].
 
-    Each part of the result has at most `rows_at_once` rows.
+    For row i, the tokens are token_ids[i] and the counts[i] best tokens. Each part of the result has at most
+    `rows_at_once` rows.
     """
     return [
         PendingLogprobs(torch.log_softmax(logits[part].float(), dim=1), token_ids[part], counts[part])

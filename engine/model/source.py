@@ -136,7 +136,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to ModelErrors, or to HubUnreachableError without a connection."""
+    """Convert errors of huggingface_hub to HubUnreachableError without a connection, and to ModelError otherwise."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

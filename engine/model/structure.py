@@ -185,7 +185,7 @@ def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None)
 
 
 def children(module: nn.Module, what: str, needed: str, optional: str = "") -> dict[str, Any]:
-    """Return the children of a module by their roles, which are the keys of _NAMES.
+    """Return the children of a module by role, such as "query" or "mlp_norm".
 
     Raises UnknownStructureError for a child without a role, or if a role in `needed` has no child.
     """

@@ -30,7 +30,7 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add the next token. Return the text that later tokens cannot change."""
+        """Add the next token. Return the new text that later tokens cannot change."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
         if self._utf8 is not None:

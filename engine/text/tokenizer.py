@@ -49,7 +49,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja template for chats. Of several templates, the one named "default"."""
+        """Jinja template for chats. If there are several templates, the one named "default"."""
         template = self.fast.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
@@ -66,7 +66,7 @@ class Tokenizer:
         return ids
 
     def escape(self, text: str, also: Iterable[str] = ()) -> str:
-        """Mark all special tokens and the tokens `also` in a text, so that they can be encoded as plain text."""
+        """Mark special tokens and the tokens `also` in a text, so that these tokens can be encoded as plain text."""
         for token in (_MARK, *self._special, *also):
             if token in text:
                 text = text.replace(token, "".join(char + _MARK for char in token))

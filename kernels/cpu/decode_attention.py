@@ -1,4 +1,4 @@
-"""Attention of sequences with few new tokens (decodes and very short chunks), computed in place in the KV blocks."""
+"""Attention of sequences with few new tokens (decodes and very short chunks). KV blocks are read in place."""
 # A row is one query token. The keys that it attends to are divided into splits of SPLIT tokens. A work item is one
 # split of one row and one KV head: it reads each key and value once, converts it to float32 and uses it for all query
 # heads of this KV head. It yields each head's maximum score, sum of exponentials and weighted sum of values.
@@ -45,7 +45,7 @@ class RowList(NamedTuple):
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """List the query tokens of all sequences that have at most `max_queries`, as an array [5, rows + 1] of intp."""
+    """List the query tokens of each sequence with at most `max_queries` of them, as an array [5, rows + 1] of intp."""
     # With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
     # r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
     # i] to r[FIRST_SPLIT, i + 1] - 1.
@@ -209,7 +209,7 @@ def choose_convert(vectors: Any, number: Any, tile: Any, row: Any) -> Any:
 def score_split(
     query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scale: Any, scores: Any, tile: Any
 ) -> None:
-    """Set scores[h, p - start] to scale x query[h] . (key at position p), for p from start to stop - 1."""
+    """Set scores[h, p - start] to scale * (query[h] . key at position p), for p from start to stop - 1."""
     for begin in range(start, stop, TILE):
         end = min(begin + TILE, stop)
         convert_tile(keys, table, kv_head, begin, end, stop, tile)
@@ -238,7 +238,8 @@ def cap_scores(scores: Any, length: int, softcap: Any) -> None:
 
 @jit()
 def subtract_alibi(scores: Any, length: int, slopes: Any, distance: int) -> None:
-    """Subtract slope x (distance from query to key) from each score. The first key has the distance `distance`."""
+    """Lower each score by the head's slope times the distance between query and key in tokens."""
+    # `distance` is the distance of the first key.
     for head in range(scores.shape[0]):
         slope = slopes[head]
         for i in range(length):
@@ -264,7 +265,7 @@ def exponentiate(scores: Any, length: int, stats: Any) -> None:
 def sum_values(
     weights: Any, values: Any, table: Any, kv_head: int, start: int, stop: int, output: Any, tile: Any
 ) -> None:
-    """Set output[h] to the sum of weights[h, p - start] x (value at position p), for p from start to stop - 1."""
+    """Set output[h] to the sum of weights[h, p - start] * (value at position p), for p from start to stop - 1."""
     output[:] = 0
     for begin in range(start, stop, TILE):
         end = min(begin + TILE, stop)

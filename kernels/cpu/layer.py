@@ -241,7 +241,7 @@ def activated(rows: Tensor, activation: Activation) -> Tensor:
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
-    """Return activation(rows[:, 0]), multiplied by rows[:, 1] if `rows` is [tokens, 2, size], not [tokens, 1, size]."""
+    """Return activation(rows[:, 0]). If `rows` is [tokens, 2, size], multiply the result by rows[:, 1]."""
     tokens, parts, size = rows.shape
     output = rows.new_empty(tokens, size)
     chosen = [activation == name for name in get_args(Activation)]

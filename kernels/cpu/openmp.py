@@ -83,7 +83,7 @@ def own_part(total: int, thread: int, num_threads: int) -> tuple[int, int]:
 
 @cache
 def alone(body: Any, releases_gil: bool) -> Callable[[int], None]:
-    """Wrap the C function `body` in a Python function, which releases the GIL during a call if `releases_gil`."""
+    """Wrap the C function `body` in a Python function. If `releases_gil` is True, a call releases the GIL."""
     prototype = ctypes.CFUNCTYPE if releases_gil else ctypes.PYFUNCTYPE
     return prototype(None, ctypes.c_void_p)(body.address)
 

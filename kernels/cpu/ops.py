@@ -1,4 +1,4 @@
-"""CPU ops: Numba kernels for work that memory bandwidth limits (decodes, KV writes), torch for prefills.
+"""CPU ops. Numba kernels do the work that memory bandwidth limits (decodes, KV writes), and torch does prefills.
 
 Each op computes the op of the same name in reference.py.
 """

@@ -1,4 +1,4 @@
-"""Product of one row with a bfloat16 matrix, which the kernel reads as it is stored."""
+"""Product of one row with a bfloat16 matrix. The kernel reads the matrix as it is stored."""
 # torch's product of one row first converts the matrix and copies it to blocks. This kernel is limited by memory
 # bandwidth: it takes 0.7 times as long as torch's product, and 0.85 times as long as torch's product with a matrix that
 # oneDNN packed beforehand (measured with all matrices of SmolLM2-135M on a CPU without bfloat16 instructions). For

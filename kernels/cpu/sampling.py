@@ -150,7 +150,7 @@ def weight_of(logit: Any, top: Any, temperature: Any, floor: Any) -> Any:
 
 @jit(EXACT)
 def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chunks: Any) -> None:
-    """Set the weights of all tokens, and the sum of the weights in each chunk (SUM)."""
+    """Compute the weight of each token, and the sum of the weights in each chunk (SUM)."""
     for chunk in range(chunks.shape[1]):
         first, end = chunk * CHUNK, min((chunk + 1) * CHUNK, logits.shape[0])
         part, result = logits[first:end], weights[first:end]
@@ -268,14 +268,14 @@ def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, 
 
 @jit()
 def from_key(key: Any) -> Any:
-    """Convert a key to the float32 whose `order_key` is `key`."""
+    """Convert a key from `order_key` back to the float32 value."""
     bits = np.int32(key)
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
 @jit(EXACT)
 def find_winner(amounts: Any, name: int, first: Any, second: Any) -> Any:
-    """Return the index that wins a race (see `reference.race`) in which the weights are `amounts`."""
+    """Return the index that wins a race (see `reference.race`) with the weights `amounts`."""
     # The time of index i is hashed from `name` + i and the key (first, second).
     best, largest = 0, -1.0
     for i in range(amounts.shape[0]):

@@ -1,4 +1,4 @@
-"""CUDA ops: launches of the Triton kernels, which do not wait for the device.
+"""CUDA ops, which launch Triton kernels and do not wait for the device.
 
 Each op computes the op of the same name in reference.py, for contiguous tensors.
 """

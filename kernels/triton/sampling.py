@@ -35,7 +35,7 @@ def order_key(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def from_key(key, SHIFT: tl.constexpr):
-    """Convert keys to the float32 values whose `order_key` they are."""
+    """Convert keys from `order_key` back to float32 values."""
     whole = key
     if SHIFT > 0:
         whole = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
@@ -56,7 +56,7 @@ def weigh(values, top, temperature, floor):
 
 @triton.jit
 def exponential(names, first, second):
-    """Return the times (float64) of the named participants in a race (see `reference.race`)."""
+    """Return an exponentially distributed time (float64) for each name. The random key is (first, second)."""
     mixed = names.to(tl.int64) ^ first
     mixed = ((mixed ^ (mixed >> 16)) * MIX_0) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15) ^ second) * MIX_1) & 0xFFFFFFFF

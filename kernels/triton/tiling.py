@@ -33,7 +33,7 @@ class Tiling(NamedTuple):
 
 
 class Item(IntEnum):
-    """Column in the array of work items."""
+    """Column in the array of work items. A work item is a tile of queries with a range of keys."""
 
     # The queries of an item are consecutive tokens. TABLE is a row of the block tables, and FIRST_POSITION the position
     # of the first query in its sequence. The item has the keys BEGIN to END - 1. SLOT is -1 if these are all keys of
@@ -50,7 +50,7 @@ class Item(IntEnum):
 
 
 class Join(IntEnum):
-    """Column in the array of joins."""
+    """Column in the array of joins. A join combines the results of the work items of one tile."""
 
     # The queries of a join are consecutive tokens. A join without queries has no work.
 
@@ -158,5 +158,5 @@ def list_work(
 
 
 def padded(size: int) -> int:
-    """Round `size` up to a power of two, which is at least MIN_PRODUCT."""
+    """Round `size` up to a power of two that is at least MIN_PRODUCT."""
     return max(MIN_PRODUCT, 1 << (size - 1).bit_length())
