@@ -21,7 +21,7 @@ from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.memory.activations import logits_limit
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
-from llmsched.engine.memory.planner import plan_memory, refit
+from llmsched.engine.memory.planner import gguf_weights, plan_memory, refit
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import OpenModel, open_model
 from llmsched.engine.progress import Progress, silent, with_remark
@@ -71,7 +71,8 @@ def build_engine(
     kv_dtype = planned_kv_dtype(config, dtype)
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     path = opened.source.path if opened.source.kind == "directory" else None
-    shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path)
+    weights = gguf_weights(opened.packed, dtype_bytes) if opened.packed else None
+    shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path, weights=weights)
     memory = device_memory(opened.device)
     plan = plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
     resolved = plan.resolve(config, dtype, kv_dtype)

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmsched.kernels.packed_matrix import PackedMatrix
+
 #: Activation functions of MLPs; gelu_tanh is GELU with the approximation by tanh.
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -329,8 +331,13 @@ def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotated, vectors[..., size:]], dim=2)
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return rows @ weight.T + bias, [T, M], for `rows` [T, N], `weight` [M, N] and `bias` [M] or None."""
+def linear(rows: Tensor, weight: Tensor | Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
+    """Return rows @ weight.T + bias, [T, M], for `rows` [T, N], `weight` [M, N] and `bias` [M] or None.
+
+    If `weight` consists of packed matrices, it is the matrix with the rows of all of them.
+    """
+    if not isinstance(weight, Tensor):
+        weight = torch.cat([part.unpacked() for part in weight]).to(rows.dtype)
     return F.linear(rows, weight, bias)
 
 

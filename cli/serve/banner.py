@@ -45,6 +45,8 @@ def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> l
         sampling = f"{said} unless the request says otherwise"
     served = "" if model_name == model.name else f", served as {model_name}"
     computed = f"{config.dtype} on {config.device}, {config.model_impl} layers (model_impl)"
+    if engine.plan is not None and engine.plan.packed_types:
+        computed += f", quantised weights ({', '.join(engine.plan.packed_types)})"
     rows = [("model", f"{model.name} ({model.architecture}){served}, {computed}")]
     if profile is not None:
         rows.append(("profile", profile))

@@ -55,10 +55,11 @@ class Weights:
     """Size of a model's weights."""
 
     count: int  # bytes in the serving type
-    source: str  # "safetensors", "config", "--weights" or "unknown"
+    source: str  # "safetensors", "gguf", "config", "--weights" or "unknown"
     exact: bool  # False for an estimate
     notes: tuple[str, ...] = ()
     doubt: str | None = None  # why the estimate may be far from the truth; None if it is close
+    packed_types: tuple[str, ...] = ()  # types of the matrices that stay quantised
 
 
 def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:

@@ -12,8 +12,9 @@ A step runs MLPs, attention and the sampler one after the other, so the peak in 
 
 `dtype` is the size of one number in bytes; hidden, inner, query, kv, head_dim and vocab are sizes of the model. A CPU
 without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so the MLP needs
-tokens x inner x 6 bytes more, because gate and up are computed as one product. The attention term applies only to
-CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates.
+tokens x inner x 6 bytes more, because gate and up are computed as one product. Where matrices stay quantised, the MLP
+needs 2 MiB more, into which parts of them are unpacked. The attention term applies only to CPUs, because the GPU kernel
+reads KV in place. Tests compare these terms with the bytes that torch allocates.
 graph_memory.py has the memory of CUDA graphs.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from llmsched.engine.architecture.geometry import LayerGroup
+from llmsched.kernels.packed_matrix import TILE_NUMBERS
 
 if TYPE_CHECKING:
     from llmsched.engine.architecture.shape import ModelShape
@@ -61,6 +63,8 @@ def activation_bytes(
     of one fp32 copy of logits (see `logits_limit`).
     """
     mlp = mlp_bytes(shape, num_tokens, dtype_bytes)
+    if shape.weights.packed_types:
+        mlp += TILE_NUMBERS * _FLOAT32
     if float32_products:
         mlp += num_tokens * shape.inner_size * (2 * _FLOAT32 - dtype_bytes)
     logits = num_seqs * shape.vocab_size

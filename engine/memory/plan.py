@@ -64,6 +64,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     problem: ConfigError | None = None  # why the model does not fit
     measured: MeasuredMemory | None = None
+    packed_types: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -166,6 +166,7 @@ def _plan_for_context(
         max_num_seqs_limit=config.max_num_seqs,
         confidence="exact" if geometry.confidence == "exact" and shape.exact else "estimate",
         notes=tuple(dict.fromkeys((*geometry.notes, *shape.weights.notes, *shape.notes))),
+        packed_types=shape.weights.packed_types,
     )
 
 
@@ -217,7 +218,8 @@ class ModelPlanner:
     name: str = ""
     origin: str = ""  # where `content` was read, for reports
     profile: VllmProfile | None = None  # if given, plans for GPUs are vLLM's
-    _shapes: dict[int, ModelShape] = field(default_factory=dict, repr=False, compare=False)
+    gguf: Path | None = None  # file whose matrices stay quantised on a CPU
+    _shapes: dict[tuple[int, str], ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def digest(self) -> str:
@@ -242,7 +244,7 @@ class ModelPlanner:
         """
         content = quantised_config(self.content, name)
         cache = self.cache and ConfigCache(content, self.cache.directory)
-        return replace(self, content=content, directory=None, cache=cache, _shapes={})
+        return replace(self, content=content, directory=None, gguf=None, cache=cache, _shapes={})
 
     def resolve(self, config: EngineConfig, device: DeviceMemory) -> tuple[ResolvedConfig, MemoryPlan]:
         """Return the resolved settings and the memory plan. Raises ConfigError if the model does not fit."""
@@ -251,17 +253,21 @@ class ModelPlanner:
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
-        if dtype_bytes not in self._shapes:
+        key = (dtype_bytes, device.kind)
+        if key not in self._shapes:
+            weights = self.given
+            if weights is None and device.kind == "cpu" and self.gguf is not None:
+                weights = gguf_weights(self.gguf, dtype_bytes)
             shape = model_shape(
-                self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=self.given, cache=self.cache
+                self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=weights, cache=self.cache
             )
             named = named_format(self.name)
             if named is not None and shape.weights.source == "config" and not settings_of(self.content):
                 note = f"the name says {named}, but no file describes quantised weights: they count {dtype_bytes} bytes"
                 geometry = replace(shape.geometry, confidence="estimate")  # KV may be quantised as well
                 shape = replace(shape, exact=False, geometry=geometry, notes=(*shape.notes, note))
-            self._shapes[dtype_bytes] = shape
-        return self._shapes[dtype_bytes]
+            self._shapes[key] = shape
+        return self._shapes[key]
 
     def dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
         return planned_dtype(config, computes_bf16=device.computes_bf16)
@@ -269,6 +275,14 @@ class ModelPlanner:
     def kv_dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
         dtype = self.dtype(config, device)
         return planned_kv_dtype(config, dtype, checkpoint_fp8=self.shape(config, device).fp8_kv)
+
+
+def gguf_weights(path: Path, dtype_bytes: int) -> Weights:
+    """Return the size of the weights in a .gguf file if its quantised matrices stay quantised."""
+    from llmsched.engine.model.gguf_file import read_gguf
+    from llmsched.engine.model.gguf_packed import packed_weights
+
+    return packed_weights(read_gguf(path), dtype_bytes)
 
 
 def model_name(spec: str) -> str:
@@ -292,7 +306,8 @@ def open_planner(
     content, directory, origin = _read_model(spec, progress)
     name = "" if spec.endswith(".gguf") else model_name(spec)
     cache = ConfigCache(content, cache_directory() / "configs")
-    planner = ModelPlanner(content, directory, weights, cache, name, origin)
+    gguf = locate(spec, progress).gguf if spec == "demo" or spec.endswith(".gguf") else None
+    planner = ModelPlanner(content, directory, weights, cache, name, origin, gguf=gguf)
     return planner if quantization is None else planner.quantised(quantization)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.model.packed_modules import PackedLinear
 from llmsched.engine.model.paged import KVCache, PagedContext, PagedModel
 from llmsched.engine.model.probe import AttentionCall
-from llmsched.engine.model.structure import LayerParts, Norm, UnknownStructureError, read_structure
+from llmsched.engine.model.structure import LayerParts, Linear, Norm, UnknownStructureError, read_structure
 from llmsched.kernels.dispatch import backend_name, load_backend, prepare_attention
+from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.reference import Put
 
 #: Number of tokens for which the decoder compares its logits with the model's.
@@ -33,7 +36,7 @@ TRIAL_TOLERANCE, TRIAL_TOLERANCE_16 = 1e-3, 0.5
 
 
 class Product(NamedTuple):
-    weight: Tensor  # of one projection, or of several projections in one matrix
+    weight: Tensor | tuple[PackedMatrix, ...]  # of one projection, or of several projections in one matrix
     bias: Tensor | None
 
 
@@ -64,7 +67,7 @@ class FusedDecoder:
     def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall], plain: PagedModel | None = None) -> None:
         parts = read_structure(model)
         self.layers, self.attention = [call.shape for call in calls], [call.attention for call in calls]
-        self.vocab_size = len(parts.head.weight)
+        self.vocab_size = parts.head.out_features
         self._parts, self._device, self._dtype = parts, model.device, parts.norm.weight.dtype
         self._kernels: Any = load_backend(backend_name(model.device.type))
         self._rule = parts.rule._asdict()
@@ -191,16 +194,27 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
             raise UnknownStructureError(f"rotary embeddings of {max(rotated)} for heads of {shape.key_dim} numbers")
 
 
-def product(linears: Sequence[nn.Linear]) -> Product:
-    """Join linear layers into one product. Their parameters become views of the joined tensors.
+def product(linears: Sequence[Linear]) -> Product:
+    """Join linear layers into one product. Their tensors become views of the joined tensors.
 
-    Raises UnknownStructureError if only some of the layers have a bias.
+    Raises UnknownStructureError if only some of the layers have a bias, or if only some are packed.
     """
     biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
     if biases and len(biases) < len(linears):
         raise UnknownStructureError("only some of the projections have a bias")
-    weight, bias = joined([linear.weight for linear in linears]), joined(biases) if biases else None
-    return Product(weight, bias)
+    bias = joined(biases) if biases else None
+    packed = [linear.matrix for linear in linears if isinstance(linear, PackedLinear)]
+    if packed and len(packed) < len(linears):
+        raise UnknownStructureError("only some of the projections are quantised")
+    if packed:
+        return Product(tuple(joined_rows(list(alike)) for _, alike in groupby(packed, lambda each: each.kind)), bias)
+    return Product(joined([linear.weight for linear in linears if isinstance(linear, nn.Linear)]), bias)
+
+
+def joined_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+    """Return one matrix with the rows of all matrices, and make their tensors views of it."""
+    parts = zip(*matrices, strict=True)
+    return PackedMatrix._make(None if part[0] is None else joined(part) for part in parts)
 
 
 def joined(parameters: Sequence[Tensor]) -> Tensor:

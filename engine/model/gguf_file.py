@@ -25,6 +25,8 @@ Array = npt.NDArray[np.float32]
 
 #: Supported architectures, by their names in GGUF.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+#: Tables of rope factors, which are part of the config and not of the weights.
+ROPE_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 
 
 @dataclass(frozen=True, slots=True)

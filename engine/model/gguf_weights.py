@@ -6,8 +6,10 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
@@ -15,9 +17,13 @@ from llmsched.engine.errors import ModelError
 from llmsched.engine.model.checkpoint import SAFETENSORS, LazyTensor, StateDict, some
 from llmsched.engine.model.gguf_config import gguf_config, gguf_generation_config
 from llmsched.engine.model.gguf_dequantize import dequantized
-from llmsched.engine.model.gguf_file import Array, GGUFFile, read_gguf
+from llmsched.engine.model.gguf_file import ROPE_TABLES, Array, GGUFFile, read_gguf
+from llmsched.engine.model.gguf_packed import packed, packing_of
 from llmsched.engine.model.gguf_tokenizer import gguf_tokenizer
 from llmsched.engine.progress import Progress
+from llmsched.kernels.packed_matrix import PackedMatrix
+
+Number = TypeVar("Number", bound=np.generic)
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -44,18 +50,34 @@ _BY_ARCHITECTURE = {
     "gemma3": _SANDWICH_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
-#: Tables of rope factors, which are part of the config and not of the weights.
-_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ADDED_ONE = ("gemma", "gemma2", "gemma3")
 
 
-def gguf_state_dict(file: GGUFFile) -> StateDict:
-    """Return all tensors of `file` as float32 under transformers' names. Raises ModelError for an unknown tensor."""
-    names = {name: _name(file, name) for name in file.tensors if name not in _TABLES}
+def gguf_state_dict(
+    file: GGUFFile, packed_matrices: dict[str, PackedMatrix] | None = None, dtype: torch.dtype = torch.float32
+) -> StateDict:
+    """Return all tensors of `file` as float32 under transformers' names. Raises ModelError for an unknown tensor.
+
+    With `packed_matrices`, each matrix that can be packed is added to it when its tensor is read. The tensor is then a
+    placeholder of the type `dtype`: its shape is right, but it takes no memory.
+    """
+    names = {name: _name(file, name) for name in file.tensors if name not in ROPE_TABLES}
     if unknown := [name for name, target in names.items() if target is None]:
         raise ModelError(f"{file.path}: tensors unknown to architecture {file.architecture}: {some(unknown)}")
-    return {target: _lazy(file, name) for name, target in names.items() if target is not None}
+
+    def lazy(name: str, target: str) -> LazyTensor:
+        def pack() -> torch.Tensor:
+            assert packed_matrices is not None
+            packed_matrices[target] = _packed(file, name)
+            return torch.zeros((), dtype=dtype).expand(file.tensors[name].shape)
+
+        if packed_matrices is not None and packing_of(file.tensors[name]):
+            return LazyTensor(pack)
+        restore = _restore(file, name)
+        return LazyTensor(lambda: torch.from_numpy(restore(dequantized(file, name))))
+
+    return {target: lazy(name, target) for name, target in names.items() if target is not None}
 
 
 def _name(file: GGUFFile, name: str) -> str | None:
@@ -69,24 +91,30 @@ def _name(file: GGUFFile, name: str) -> str | None:
     return None if target is None else f"model.layers.{layer}.{target}.{kind}"
 
 
-def _lazy(file: GGUFFile, name: str) -> LazyTensor:
-    restore = _restore(file, name)
-    return LazyTensor(lambda: torch.from_numpy(restore(dequantized(file, name))))
-
-
 def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
     """Return a function that undoes the changes that GGUF converters make to the tensor `name`."""
-    if file.architecture == "llama" and ".attn_q." in name:
-        return lambda values: _unpermute(values, file.require("attention.head_count"))
-    if file.architecture == "llama" and ".attn_k." in name:
-        heads = file.get("attention.head_count_kv", file.require("attention.head_count"))
+    if (heads := _permuted_heads(file, name)) is not None:
         return lambda values: _unpermute(values, heads)
     if file.architecture in _ADDED_ONE and name.endswith("norm.weight"):
         return lambda values: values - np.float32(1)
     return lambda values: values
 
 
-def _unpermute(values: Array, heads: int) -> Array:
+def _permuted_heads(file: GGUFFile, name: str) -> int | None:
+    """Return the number of heads whose rows are reordered in the tensor `name`; None if rows are in order."""
+    heads = file.require("attention.head_count")
+    found = {".attn_q.": heads, ".attn_k.": file.get("attention.head_count_kv", heads)}
+    return next((count for part, count in found.items() if file.architecture == "llama" and part in name), None)
+
+
+def _packed(file: GGUFFile, name: str) -> PackedMatrix:
+    matrix = packed(file, name)
+    if (heads := _permuted_heads(file, name)) is not None:
+        matrix = matrix.rows(torch.from_numpy(_unpermute(np.arange(len(matrix.codes)), heads)))
+    return matrix
+
+
+def _unpermute(values: npt.NDArray[Number], heads: int) -> npt.NDArray[Number]:
     """Reorder each head's rows from rope pairs (x0, y0, x1, y1, ...) to halves (x0, x1, ..., y0, y1, ...)."""
     half = values.shape[0] // heads // 2
     return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

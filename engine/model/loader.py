@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import quiet_transformers, read_fields, read_json_object
@@ -27,6 +28,8 @@ from llmsched.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from llmsched.kernels.packed_matrix import PackedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +139,13 @@ def load_model(
     device: str,
     dtype: torch.dtype,
     attn_implementation: str = "eager",
+    packed: bool = False,
     progress: Progress = silent,
 ) -> PreTrainedModel:
     """Load the model in evaluation mode on `device`. Tied parameters share memory.
+
+    With `packed`, the quantised matrices of a .gguf file stay quantised, and PackedModules take the place of the
+    model's own modules.
 
     Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
     """
@@ -146,11 +153,12 @@ def load_model(
 
     from llmsched.engine.model.checkpoint import open_checkpoint, with_progress
 
-    if source.kind == "gguf":
+    matrices: dict[str, PackedMatrix] = {}
+    if source.gguf is not None and (packed or source.kind == "gguf"):
         from llmsched.engine.model.gguf_file import read_gguf
         from llmsched.engine.model.gguf_weights import gguf_state_dict
 
-        weights = gguf_state_dict(read_gguf(source.path))
+        weights = gguf_state_dict(read_gguf(source.gguf), matrices if packed else None, dtype)
     else:
         weights = open_checkpoint(source.path)
     state = with_progress(weights, f"loading {source.name}", progress)
@@ -167,6 +175,10 @@ def load_model(
         )
     _check_complete(source, report)
     _check_tied(source, model)
+    if matrices:
+        from llmsched.engine.model.packed_modules import pack_modules
+
+        pack_modules(model, matrices)
     model.requires_grad_(False)
     _move(model, device, progress)
     loaded: PreTrainedModel = model.eval()
@@ -251,7 +263,10 @@ def _reading(source: ModelSource, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """Model whose weights are not loaded yet. `load` puts them on `device` in the type `dtype`."""
+    """Model whose weights are not loaded yet. `load` puts them on `device` in the type `dtype`.
+
+    On a CPU, the quantised matrices of a .gguf file stay quantised.
+    """
 
     source: ModelSource
     config: PretrainedConfig
@@ -260,8 +275,15 @@ class OpenModel:
     device: str
     dtype: torch.dtype
 
-    def load(self, progress: Progress = silent) -> PreTrainedModel:
-        return load_model(self.source, self.config, device=self.device, dtype=self.dtype, progress=progress)
+    @property
+    def packed(self) -> Path | None:
+        """File whose quantised matrices stay quantised; None if there is none."""
+        return self.source.gguf if self.device == "cpu" else None
+
+    def load(self, progress: Progress = silent, *, packed: bool = True) -> PreTrainedModel:
+        """Load the weights; see `load_model`. With `packed` False, all are dequantised."""
+        options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "progress": progress}
+        return load_model(self.source, self.config, packed=packed and self.packed is not None, **options)
 
 
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:

@@ -29,12 +29,16 @@ class HubUnreachableError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model on disk: `spec` is the user's name for it, `name` its default name in the API, `path` its location."""
+    """Model on disk: `spec` is the user's name for it, `name` its default name in the API, `path` its location.
+
+    `gguf` is the .gguf file that has the model's weights in quantised form, if there is one.
+    """
 
     spec: str
     name: str
     path: Path
     kind: Literal["directory", "gguf"]
+    gguf: Path | None = None
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
@@ -51,7 +55,7 @@ def locate(spec: str, progress: Progress = silent) -> ModelSource:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"model {spec}: there is no such file")
-        return ModelSource(spec, path.stem, path, "gguf")
+        return ModelSource(spec, path.stem, path, "gguf", path)
     if path.exists():
         raise ModelError(
             f"model {spec}: expected a directory, a .gguf file, a hub id or demo, found another kind of file"

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llmsched.engine.model.packed_modules import PackedLinear
 from llmsched.kernels import reference
 from llmsched.kernels.reference import Activation
 
@@ -52,6 +53,10 @@ _NAMES: Mapping[str, str] = {
 _ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 
 
+#: Plain matrices with an optional bias.
+Linear = nn.Linear | PackedLinear
+
+
 class UnknownStructureError(Exception):
     """Error for a model that the fused decoder cannot compute. The message says why."""
 
@@ -74,12 +79,12 @@ class LayerParts:
     attention_norm: Norm
     mlp_norm: Norm | None  # None if attention and MLP read the same norm
     branch_norms: tuple[Tensor | None, Tensor | None]  # weights of norms after attention and after the MLP
-    projections: tuple[nn.Linear, ...]  # compute queries, keys and values, each alone or several in one
+    projections: tuple[Linear, ...]  # compute queries, keys and values, each alone or several in one
     query_norm: Tensor | None  # [D], None if heads are not normalised
     key_norm: Tensor | None  # [D], None if heads are not normalised
-    output: nn.Linear
-    up: tuple[nn.Linear, ...]  # compute gate and up, alone or in one; without a gate, up alone
-    down: nn.Linear
+    output: Linear
+    up: tuple[Linear, ...]  # compute gate and up, alone or in one; without a gate, up alone
+    down: Linear
     rotates: bool  # False without rotary embedding
     kind: str | None  # name of the rotary embedding, if the model has several
     clip: float | None  # limits the size of queries, keys and values
@@ -101,7 +106,7 @@ class DecoderParts:
     rotary: nn.Module | None
     layers: list[LayerParts]
     norm: Norm
-    head: nn.Linear
+    head: Linear
     rule: NormRule
     traits: LayerTraits
     softcap: float | None  # limits the logits
@@ -212,11 +217,12 @@ def _first_of(found: Mapping[str, Any], what: str, *choices: str) -> list[str]:
     raise UnknownStructureError(f"{what} has none of: {', '.join(choices)}")
 
 
-def linear(module: Any) -> nn.Linear:
-    """Return the module if it computes what nn.Linear does; raise UnknownStructureError otherwise."""
-    if type(module) is not nn.Linear and not (isinstance(module, nn.Linear) and _is_linear(module)):
+def linear(module: Any) -> Linear:
+    """Return the module if it computes what a Linear does; raise UnknownStructureError otherwise."""
+    if type(module) not in (nn.Linear, PackedLinear) and not (isinstance(module, nn.Linear) and _is_linear(module)):
         raise UnknownStructureError(f"a projection is a {type(module).__name__}, not a plain matrix")
-    return module
+    found: Linear = module
+    return found
 
 
 def _is_linear(module: nn.Linear) -> bool:

@@ -49,6 +49,7 @@ class LoadedModel:
     dtype: torch.dtype
     block_size: int = 16
     model_impl: ModelImplementation = "auto"
+    dequantised: PreTrainedModel | None = None
 
     @property
     def layout(self) -> KVLayout:
@@ -63,8 +64,9 @@ def load_for_parity(config: EngineConfig, progress: Progress = silent) -> Loaded
     """
     opened = open_model(config, progress)
     model = opened.load(progress)
+    dequantised = opened.load(progress, packed=False) if opened.packed else None
     opened_as = (opened.info, opened.tokenizer, opened.device, opened.dtype)
-    return LoadedModel(model, *opened_as, config.block_size, config.model_impl)
+    return LoadedModel(model, *opened_as, config.block_size, config.model_impl, dequantised)
 
 
 def check_parity(
@@ -79,7 +81,7 @@ def check_parity(
         loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed
     )
     _check_size(loaded, prompts, num_tokens)
-    reference, tolerance = Reference(loaded.model), Tolerance.of(loaded.model, loaded.dtype)
+    reference, tolerance = Reference(loaded.dequantised or loaded.model), Tolerance.of(loaded.model, loaded.dtype)
     expected = {
         prompt.name: reference.continuation(prompt.token_ids, num_tokens)
         for prompt in tracked(prompts.all, "plain transformers", progress)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from numba import types
 from torch import Tensor
 
+from llmsched.kernels.cpu import packed_products
 from llmsched.kernels.cpu.compiled import c_function, jit, prefetch_rows, put, to_float32
 from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, own_part, run, thread_num
+from llmsched.kernels.packed_matrix import PackedMatrix
 
 AHEAD = 16  # rows of the matrix that are prefetched
 PARALLEL_WEIGHTS = 1 << 16  # weights (about 15 us on one core) from which several threads are faster
@@ -25,8 +28,10 @@ PARALLEL_WEIGHTS = 1 << 16  # weights (about 15 us on one core) from which sever
 Arguments = arguments_type(addresses=("row", "weight", "bias", "output"), sizes=("num_rows", "size"))
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(rows: Tensor, weight: Tensor | Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
     """Compute `reference.linear`."""
+    if not isinstance(weight, Tensor):
+        return packed_products.linear(rows, weight, bias)
     if len(rows) != 1 or rows.dtype != torch.bfloat16 or not (rows.is_contiguous() and weight.is_contiguous()):
         return F.linear(rows, weight, bias)
     output = rows.new_empty(1, len(weight))

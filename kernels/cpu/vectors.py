@@ -18,7 +18,7 @@ KEYS = 8  # keys whose products with a query are computed together
 LANES = 16
 WIDTH = 64  # numbers of an output that stay in registers
 
-_FLOAT, _VECTOR = ir.FloatType(), ir.VectorType(ir.FloatType(), LANES)
+FLOAT, VECTOR = ir.FloatType(), ir.VectorType(ir.FloatType(), LANES)
 _FLAGS = ("contract",)  # a product and a sum may become one instruction
 
 
@@ -28,17 +28,17 @@ def widen(typing_context: Any, source: Any, row: Any, target: Any, target_row: A
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, row, target, target_row = args
-        dim = _columns(context, builder, signature.args[2], target)
-        read = _address(context, builder, signature.args[0], source, row)
-        written = _address(context, builder, signature.args[2], target, target_row)
+        dim = columns(context, builder, signature.args[2], target)
+        read = address(context, builder, signature.args[0], source, row)
+        written = address(context, builder, signature.args[2], target, target_row)
         kind = ir.VectorType(read.type.pointee, LANES).as_pointer()
         with cgutils.for_range_slice(builder, dim.type(0), dim, dim.type(LANES), dim.type) as (d, _):
             numbers = builder.load(builder.bitcast(builder.gep(read, [d]), kind), align=2)
             if signature.args[0].dtype == types.uint16:
                 wide = ir.VectorType(ir.IntType(32), LANES)
                 shifted = builder.shl(builder.zext(numbers, wide), ir.Constant(wide, [16] * LANES))
-                numbers = builder.bitcast(shifted, _VECTOR)
-            builder.store(numbers, builder.bitcast(builder.gep(written, [d]), _VECTOR.as_pointer()), align=4)
+                numbers = builder.bitcast(shifted, VECTOR)
+            builder.store(numbers, builder.bitcast(builder.gep(written, [d]), VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(source, types.intp, target, types.intp), codegen
@@ -53,22 +53,22 @@ def score_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, 
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         query, head, keys, key, scores, place = args
-        dim = _columns(context, builder, signature.args[0], query)
-        query_row = _address(context, builder, signature.args[0], query, head)
+        dim = columns(context, builder, signature.args[0], query)
+        query_row = address(context, builder, signature.args[0], query, head)
         rows = [
-            _address(context, builder, signature.args[2], keys, builder.add(key, key.type(number)))
+            address(context, builder, signature.args[2], keys, builder.add(key, key.type(number)))
             for number in range(KEYS)
         ]
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None)) for _ in range(KEYS)]
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(KEYS)]
         with cgutils.for_range_slice(builder, dim.type(0), dim, dim.type(LANES), dim.type) as (d, _):
-            x = _load(builder, query_row, d)
+            x = load(builder, query_row, d)
             for row, total in zip(rows, sums, strict=True):
-                builder.store(_multiply_add(builder, x, _load(builder, row, d), builder.load(total)), total)
+                builder.store(multiply_add(builder, x, load(builder, row, d), builder.load(total)), total)
         vectors = [builder.load(total) for total in sums]
         while len(vectors) > 1:
-            vectors = [_pairs(builder, one, other) for one, other in zip(vectors[::2], vectors[1::2], strict=True)]
-        target = _address(context, builder, signature.args[4], scores, head, place)
-        found = _pairs(builder, vectors[0], vectors[0], LANES // 2)
+            vectors = [sum_pairs(builder, one, other) for one, other in zip(vectors[::2], vectors[1::2], strict=True)]
+        target = address(context, builder, signature.args[4], scores, head, place)
+        found = sum_pairs(builder, vectors[0], vectors[0], LANES // 2)
         builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -84,57 +84,61 @@ def add_values(typing_context: Any, weights: Any, head: Any, place: Any, values:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights, head, place, values, count, output = args
-        dim = _columns(context, builder, signature.args[5], output)
-        weight_row = _address(context, builder, signature.args[0], weights, head, place)
-        output_row = _address(context, builder, signature.args[5], output, head)
-        value_rows = _address(context, builder, signature.args[3], values, count.type(0))
-        sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(WIDTH // LANES)]
+        dim = columns(context, builder, signature.args[5], output)
+        weight_row = address(context, builder, signature.args[0], weights, head, place)
+        output_row = address(context, builder, signature.args[5], output, head)
+        value_rows = address(context, builder, signature.args[3], values, count.type(0))
+        sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(WIDTH // LANES)]
         with cgutils.for_range_slice(builder, dim.type(0), dim, dim.type(WIDTH), dim.type) as (d, _):
             places = [builder.add(d, d.type(LANES * number)) for number in range(len(sums))]
             for column, total in zip(places, sums, strict=True):
-                builder.store(_load(builder, output_row, column), total)
+                builder.store(load(builder, output_row, column), total)
             with cgutils.for_range(builder, count) as loop:
-                weight = builder.load(builder.gep(weight_row, [loop.index]))
-                spread = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), weight, ir.IntType(32)(0))
-                spread = builder.shuffle_vector(spread, spread, _mask([0] * LANES))
+                spread = broadcast(builder, builder.gep(weight_row, [loop.index]))
                 row = builder.mul(loop.index, dim)
                 for column, total in zip(places, sums, strict=True):
-                    value = _load(builder, value_rows, builder.add(row, column))
-                    builder.store(_multiply_add(builder, spread, value, builder.load(total)), total)
+                    value = load(builder, value_rows, builder.add(row, column))
+                    builder.store(multiply_add(builder, spread, value, builder.load(total)), total)
             for column, total in zip(places, sums, strict=True):
-                target = builder.bitcast(builder.gep(output_row, [column]), _VECTOR.as_pointer())
+                target = builder.bitcast(builder.gep(output_row, [column]), VECTOR.as_pointer())
                 builder.store(builder.load(total), target, align=4)
         return context.get_dummy_value()
 
     return types.void(weights, types.intp, types.intp, values, types.intp, output), codegen
 
 
-def _columns(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+def columns(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
     shape = context.make_array(array_type)(context, builder, array).shape
     return builder.extract_value(shape, 1)
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any = None) -> Any:
+def address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any = None) -> Any:
     """Return a pointer to an element of a contiguous matrix, by default to the first element of the row."""
-    offset = builder.mul(row, _columns(context, builder, array_type, array))
+    offset = builder.mul(row, columns(context, builder, array_type, array))
     offset = offset if column is None else builder.add(offset, column)
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
 
 
-def _load(builder: Any, row: Any, place: Any) -> Any:
-    return builder.load(builder.bitcast(builder.gep(row, [place]), _VECTOR.as_pointer()), align=4)
+def load(builder: Any, row: Any, place: Any) -> Any:
+    return builder.load(builder.bitcast(builder.gep(row, [place]), VECTOR.as_pointer()), align=4)
 
 
-def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
+def broadcast(builder: Any, pointer: Any) -> Any:
+    """Return a vector whose elements are all the float at `pointer`."""
+    first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), builder.load(pointer), ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, mask([0] * LANES))
+
+
+def multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
     return builder.fadd(builder.fmul(one, other, flags=_FLAGS), total, flags=_FLAGS)
 
 
-def _pairs(builder: Any, one: Any, other: Any, count: int = LANES) -> Any:
+def sum_pairs(builder: Any, one: Any, other: Any, count: int = LANES) -> Any:
     """Return the sums of neighbouring numbers, first for all pairs in `one`, then for all pairs in `other`."""
-    even = builder.shuffle_vector(one, other, _mask(range(0, 2 * count, 2)))
-    odd = builder.shuffle_vector(one, other, _mask(range(1, 2 * count, 2)))
+    even = builder.shuffle_vector(one, other, mask(range(0, 2 * count, 2)))
+    odd = builder.shuffle_vector(one, other, mask(range(1, 2 * count, 2)))
     return builder.fadd(even, odd)
 
 
-def _mask(numbers: Sequence[int]) -> Any:
+def mask(numbers: Sequence[int]) -> Any:
     return ir.Constant(ir.VectorType(ir.IntType(32), len(numbers)), list(numbers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,12 @@ def write_gguf(
     pre: str = "gpt-2",
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, npt.NDArray[np.float32]] | None = None,
-    quantisation: gguf.GGMLQuantizationType | None = None,
+    quantisation: gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType | None] | None = None,
 ) -> Path:
     """Write `model` (fp32) and its byte-level `tokenizer` to `path`, and return `path`.
 
     `metadata` adds or replaces keys; a value of None removes the key. `tensors` are added to those of the model.
-    Matrices of the model are quantised as `quantisation`, or stay fp32 if it is None.
+    Matrices of the model are quantised as `quantisation`, or stay fp32 if it is None. It may depend on their names.
     """
     writer = gguf.GGUFWriter(path, arch)
     values = {**_metadata(model.config, arch), **_vocabulary(tokenizer, pre), **(metadata or {})}
@@ -58,9 +59,9 @@ def write_gguf(
     tied = model.config.tie_word_embeddings
     for name, parameter in model.state_dict().items():
         if not (tied and name.startswith("lm_head")):
-            _write_tensor(
-                writer, _gguf_name(name, arch), _changed(name, parameter.numpy(), model.config, arch), quantisation
-            )
+            renamed, values_written = _gguf_name(name, arch), _changed(name, parameter.numpy(), model.config, arch)
+            kind = quantisation(renamed) if callable(quantisation) else quantisation
+            _write_tensor(writer, renamed, values_written, kind)
     for name, table in (tensors or {}).items():
         _write_tensor(writer, name, table, None)
     writer.write_header_to_file()

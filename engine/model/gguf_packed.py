@@ -1,0 +1,149 @@
+"""Quantised GGUF tensors as packed matrices, which have exactly the values that the file defines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import Q4_K
+
+from llmsched.engine.architecture.weights import Weights
+from llmsched.engine.model.gguf_file import ROPE_TABLES, GGUFFile, GGUFTensor
+from llmsched.kernels.packed_matrix import PackedMatrix
+
+Bytes = npt.NDArray[np.uint8]
+#: Codes, scales and offsets (None: all are 0) of blocks. Their first dimension has the blocks of all rows in order.
+Parts = tuple[npt.NDArray[np.uint8 | np.int8], npt.NDArray[np.floating], npt.NDArray[np.floating] | None]
+
+
+class Packing(NamedTuple):
+    """Conversion of blocks [B, bytes] of one type, and the bytes that one weight takes afterwards."""
+
+    convert: Callable[[Bytes], Parts]
+    bytes_per_weight: float
+
+
+def packing_of(tensor: GGUFTensor) -> Packing | None:
+    """Return how a tensor is packed; None if it is no matrix, or of a type that is not packed."""
+    return PACKINGS.get(tensor.tensor_type) if len(tensor.shape) == 2 else None
+
+
+def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
+    """Return the size of a model's weights if matrices stay packed and other numbers take `dtype_bytes` bytes."""
+    total, types = 0.0, set()
+    for name, tensor in file.tensors.items():
+        if name in ROPE_TABLES:
+            continue
+        if packing := packing_of(tensor):
+            types.add(tensor.tensor_type.name)
+        total += math.prod(tensor.shape) * (packing.bytes_per_weight if packing else dtype_bytes)
+    packed_types = tuple(sorted(types))
+    notes = (f"matrices in {', '.join(packed_types)} stay quantised on a CPU",) if packed_types else ()
+    return Weights(round(total), "gguf", exact=True, notes=notes, packed_types=packed_types)
+
+
+def packed(file: GGUFFile, name: str) -> PackedMatrix:
+    """Return the matrix `name`, whose type must be one that is packed."""
+    import torch
+
+    tensor = file.tensors[name]
+    packing = PACKINGS[tensor.tensor_type]
+    _, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
+    parts = packing.convert(np.ascontiguousarray(tensor.data).reshape(-1, block_bytes))
+    rows = tensor.shape[0]
+    # Parts of the read-only file are copied.
+    return PackedMatrix._make(
+        None if part is None else torch.from_numpy(part.reshape(rows, -1).copy()) for part in parts
+    )
+
+
+def _halves(blocks: Bytes, *columns: int) -> list[npt.NDArray[np.float16]]:
+    """Return the float16 numbers that begin at these bytes of each block, each as [B, 1]."""
+    return [blocks[:, column : column + 2].copy().view(np.float16) for column in columns]
+
+
+def _nibbles(pairs: Bytes) -> Bytes:
+    """Return the codes in `pairs` [B, bytes]: first all low halves of bytes, then all high halves."""
+    return np.concatenate([pairs & 15, pairs >> 4], axis=1)
+
+
+def _q4_0(blocks: Bytes) -> Parts:
+    (scales,) = _halves(blocks, 0)
+    return blocks[:, 2:], scales, scales * np.float16(-8)
+
+
+def _q4_1(blocks: Bytes) -> Parts:
+    scales, offsets = _halves(blocks, 0, 2)
+    return blocks[:, 4:], scales, offsets
+
+
+def _q5(blocks: Bytes) -> Bytes:
+    """Return the codes 0 to 31 of blocks that begin with the 32 high bits."""
+    high: Bytes = np.unpackbits(blocks[:, :4], axis=1, bitorder="little")
+    return _nibbles(blocks[:, 4:]) | np.left_shift(high, 4)
+
+
+def _q5_0(blocks: Bytes) -> Parts:
+    (scales,) = _halves(blocks, 0)
+    return _q5(blocks[:, 2:]).astype(np.int8) - np.int8(16), scales, None
+
+
+def _q5_1(blocks: Bytes) -> Parts:
+    scales, offsets = _halves(blocks, 0, 2)
+    return _q5(blocks[:, 4:]).astype(np.int8), scales, offsets
+
+
+def _q8_0(blocks: Bytes) -> Parts:
+    (scales,) = _halves(blocks, 0)
+    return blocks[:, 2:].view(np.int8), scales, None
+
+
+def _k_scales(blocks: Bytes) -> list[npt.NDArray[np.float32]]:
+    """Return the scales and the offsets of the 8 groups in each block of Q4_K or Q5_K."""
+    scale, minimum = (half.astype(np.float32) for half in _halves(blocks, 0, 2))
+    scales, minima = Q4_K.get_scale_min(blocks[:, 4:16])
+    return [scale * scales, -(minimum * minima)]
+
+
+def _k_codes(blocks: Bytes) -> Bytes:
+    """Return the lower 4 bits of the codes in Q4_K or Q5_K, [B, 256]. Each 32 bytes hold two groups of 32."""
+    return _nibbles(blocks[:, -128:].reshape(-1, 32)).reshape(len(blocks), 256)
+
+
+def _q4_k(blocks: Bytes) -> Parts:
+    codes = _k_codes(blocks).reshape(-1, 2, 16)
+    scales, offsets = _k_scales(blocks)
+    return codes[:, 0] | codes[:, 1] << 4, scales, offsets
+
+
+def _q5_k(blocks: Bytes) -> Parts:
+    bits = blocks[:, 16:48, None] >> np.arange(8, dtype=np.uint8) & 1  # bit g of byte i belongs to code i of group g
+    codes = _k_codes(blocks) | bits.swapaxes(1, 2).reshape(-1, 256) << 4
+    scales, offsets = _k_scales(blocks)
+    return codes.astype(np.int8), scales, offsets
+
+
+def _q6_k(blocks: Bytes) -> Parts:
+    low = _nibbles(blocks[:, :128].reshape(-1, 64)).reshape(-1, 256)
+    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1) & 3
+    codes = (low | pairs.reshape(-1, 256) << 4).astype(np.int8) - np.int8(32)
+    scale, scales = _halves(blocks, 208)[0].astype(np.float32), blocks[:, 192:208].view(np.int8)
+    return codes, scale * scales, None
+
+
+#: Types whose matrices are packed. Q4_0 to Q8_0 have float16 scales for 32 weights, Q4_K and Q5_K have products of two
+#: scales, and Q6_K has such products for 16 weights.
+PACKINGS = {
+    GGMLQuantizationType.Q4_0: Packing(_q4_0, 0.5 + 4 / 32),
+    GGMLQuantizationType.Q4_1: Packing(_q4_1, 0.5 + 4 / 32),
+    GGMLQuantizationType.Q5_0: Packing(_q5_0, 1 + 2 / 32),
+    GGMLQuantizationType.Q5_1: Packing(_q5_1, 1 + 4 / 32),
+    GGMLQuantizationType.Q8_0: Packing(_q8_0, 1 + 2 / 32),
+    GGMLQuantizationType.Q4_K: Packing(_q4_k, 0.5 + 8 / 32),
+    GGMLQuantizationType.Q5_K: Packing(_q5_k, 1 + 8 / 32),
+    GGMLQuantizationType.Q6_K: Packing(_q6_k, 1 + 4 / 16),
+}

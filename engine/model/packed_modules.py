@@ -1,0 +1,75 @@
+"""Modules that take the place of a transformers model's linear layers and embeddings if its weights stay quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmsched.kernels.dispatch import backend_name, load_backend
+from llmsched.kernels.packed_matrix import PackedMatrix
+
+
+class PackedModule(nn.Module):
+    """Module with a packed matrix."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        for name, part in matrix._asdict().items():
+            self.register_buffer(name, part)
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        return PackedMatrix(self.codes, self.scales, self.offsets)
+
+
+class PackedLinear(PackedModule):
+    """Linear layer with a packed matrix."""
+
+    def __init__(self, matrix: PackedMatrix, bias: nn.Parameter | None) -> None:
+        super().__init__(matrix)
+        self.bias, self.out_features = bias, len(matrix.codes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        backend: Any = load_backend(backend_name(inputs.device.type))
+        output: Tensor = backend.linear(inputs.flatten(0, -2), (self.matrix,), self.bias)
+        return output.view(*inputs.shape[:-1], -1)
+
+
+class PackedEmbedding(PackedModule):
+    """Embedding with a packed matrix. Its vectors have the type `dtype` and are multiplied by `scale`, if given."""
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, scale: Tensor | None) -> None:
+        super().__init__(matrix)
+        self.dtype, self.scale = dtype, scale
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        vectors = self.matrix.rows(token_ids.flatten()).unpacked().to(self.dtype)
+        if self.scale is not None:
+            vectors *= self.scale.to(self.dtype)
+        return vectors.view(*token_ids.shape, -1)
+
+
+def pack_modules(model: nn.Module, matrices: Mapping[str, PackedMatrix]) -> None:
+    """Replace the linear layers and embeddings whose weights, by their names in the model, have packed matrices.
+
+    Modules with tied weights share one matrix.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    by_identity = {id(parameters[name]): matrix for name, matrix in matrices.items()}
+    for name, module in list(model.named_modules()):
+        weight: Any = module._parameters.get("weight")
+        if weight is None or (matrix := by_identity.get(id(weight))) is None:
+            continue
+        bias: Any = module._parameters.get("bias")
+        replacement: PackedModule = PackedLinear(matrix, bias)
+        if isinstance(module, nn.Embedding):
+            replacement = PackedEmbedding(matrix, weight.dtype, getattr(module, "embed_scale", None))
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, replacement)
