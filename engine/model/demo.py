@@ -23,7 +23,7 @@ GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 #: Name of the converted directory. Increase its number when the conversion changes, so that old copies are not used.
-CONVERTED = "SmolLM2-135M-Instruct-2"
+CONVERTED = "SmolLM2-135M-Instruct-3"
 CACHE_VARIABLE = "LLMSCHED_CACHE"
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ def demo_directory(progress: Progress = silent) -> Path:
             made = Path(scratch) / CONVERTED
             convert_gguf(gguf, made, progress)
             _set_sampling(made / "generation_config.json")
+            shutil.copyfile(gguf, made / GGUF_NAME)
             try:
                 made.rename(target)
             except OSError:  # another process may have put its copy there

@@ -44,9 +44,10 @@ class ModelSource:
 def locate(spec: str, progress: Progress = silent) -> ModelSource:
     """Find the model `spec` on disk, or download it. Raises ModelError if the model is not found."""
     if spec == "demo":
-        from llmsched.engine.model.demo import demo_directory
+        from llmsched.engine.model.demo import GGUF_NAME, demo_directory
 
-        return ModelSource(spec, "demo", demo_directory(progress), "directory")
+        directory = demo_directory(progress)
+        return ModelSource(spec, "demo", directory, "directory", directory / GGUF_NAME)
     if not spec.strip():
         raise ModelError("model: the name is empty; expected a directory, a .gguf file, a hub id or demo")
     path = Path(os.path.expanduser(spec))
