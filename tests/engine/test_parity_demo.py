@@ -10,6 +10,7 @@ import torch
 from configs import resolved
 from engines import Choice, Collector, assert_idle, sampling
 
+from llmsched.engine.build import tensor_bytes
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.manager import make_kv
@@ -82,9 +83,11 @@ def generate(model: Any, prompt: list[int]) -> list[int]:
     return found.sequences[0, len(prompt) :].tolist()[: ties[0] if ties else NUM_TOKENS]
 
 
-def serve(demo: Demo, *, num_blocks: int, **config: Any) -> tuple[list[Choice], Engine]:
+def serve(demo: Demo, *, num_blocks: int, model: Any = None, **config: Any) -> tuple[list[Choice], Engine]:
     """Serve all prompts together."""
-    executor = TorchExecutor(demo.model, num_blocks=num_blocks, block_size=16, device="cpu", kv_dtype=torch.float32)
+    executor = TorchExecutor(
+        model or demo.model, num_blocks=num_blocks, block_size=16, device="cpu", kv_dtype=torch.float32
+    )
     settings = resolved(max_model_len=1024, **config)
     engine = Engine(settings, demo.info, demo.tokenizer, executor, make_kv(settings, num_blocks))
     collector = Collector(engine)
@@ -116,4 +119,14 @@ def test_together(demo: Demo) -> None:
 def test_in_small_chunks_with_too_few_blocks(demo: Demo) -> None:
     choices, engine = serve(demo, num_blocks=40, max_num_batched_tokens=33)
     assert engine.stats().num_preemptions > 0
+    assert_right(demo, choices)
+
+
+def test_with_weights_that_stay_quantised(demo: Demo) -> None:
+    """The model is a fifth of the size, and the reference is still generate with dequantised weights."""
+    source = locate("demo")
+    model: Any = load_model(source, load_config(source), device="cpu", dtype=torch.float32, packed=True)
+    assert source.gguf is not None
+    assert tensor_bytes(model) < source.gguf.stat().st_size < tensor_bytes(demo.model) / 5
+    choices, _ = serve(demo, num_blocks=256, model=model, max_num_batched_tokens=256)
     assert_right(demo, choices)

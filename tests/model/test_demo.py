@@ -81,6 +81,8 @@ def test_download_check_convert_and_find_again(index: Path, cache: Path, monkeyp
     assert path == cache / demo.CONVERTED
     assert list(dict.fromkeys(stages)) == ["downloading", "checking", "converting"]
     assert list(cache.iterdir()) == [path]
+    assert (found := locate("demo").gguf) is not None
+    assert hashlib.sha256(found.read_bytes()).hexdigest() == demo.GGUF_SHA256
     original = build_model("llama")
     ids = torch.arange(5, 45)[None]
     with torch.inference_mode():
