@@ -80,7 +80,7 @@ def load_calibration(name: str) -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Write a calibration to the file of its name, and return the path of the file.
+    """Write a calibration to the file that is named after it, and return the path of the file.
 
     Raises ProfileError if the file cannot be written.
     """

@@ -263,7 +263,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool, scale_bits: int = 16) -> Bits:
-    """Return the bits per weight if `group` weights share one scale and, with `zero_point`, one zero point."""
+    """Return the bits per weight if `group` weights share one scale and, if `zero_point` is True, one zero point."""
     if not isinstance(bits, int) or bits < 1:
         return None
     shared = scale_bits + (bits if zero_point else 0)

@@ -68,7 +68,7 @@ Pending: TypeAlias = Any
 
 
 class Executor(ABC):
-    """Base of objects that compute steps, in the order in which the steps are launched."""
+    """Base class of objects that compute steps, in the order in which the steps are launched."""
 
     # Because steps are computed in order, the caller may give a block to another request while a launched step still
     # uses the block.
@@ -96,7 +96,7 @@ class Executor(ABC):
 
 
 class SynchronousExecutor(Executor):
-    """Base of executors that compute a step during its launch."""
+    """Base class of executors that compute a step during its launch."""
 
     def launch(self, plan: StepPlan) -> StepResult:
         return self.execute(plan)

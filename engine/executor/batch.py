@@ -34,8 +34,8 @@ class PackedBatch:
 def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None) -> PackedBatch:
     """Pack one or more rows into a PackedBatch.
 
-    With `size`, padding rows are added until there are `size` rows. A padding row has one token, a context of one token
-    and the slot -1, so that its KV is not written.
+    If `size` is given, padding rows are added until there are `size` rows. A padding row has one token, a context of
+    one token and the slot -1, so that its KV is not written.
     """
     padding = 0 if size is None else size - len(rows)
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)

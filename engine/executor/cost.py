@@ -149,7 +149,7 @@ class StepTimeModel:
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
-        """Return how many prefill tokens a step can compute within `seconds`, in addition to its decodes.
+        """Return how many prefill tokens a step can compute in addition to decodes within the time `seconds`.
 
         The decodes are `decode_seqs` sequences that together read `kv_tokens` tokens of KV. Returns 0 if the decodes
         alone take `seconds` or more.

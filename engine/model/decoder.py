@@ -195,9 +195,9 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
 
 
 def product(linears: Sequence[Linear]) -> Product:
-    """Join linear layers into one product. Their tensors become views of the joined tensors.
+    """Join linear layers into one product. The layers' parameters become views of the joined tensors.
 
-    Raises UnknownStructureError if only some of the layers have a bias, or if only some are packed.
+    Raises UnknownStructureError if only some of the layers have a bias.
     """
     biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
     if biases and len(biases) < len(linears):

@@ -141,7 +141,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
 
 @contextmanager
 def _hub_failures(repo_id: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to HubUnreachableError without a connection, and to ModelError otherwise."""
+    """Convert errors of huggingface_hub: to HubUnreachableError if there is no connection, otherwise to ModelError."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

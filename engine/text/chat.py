@@ -33,9 +33,9 @@ def render_chat(
 ) -> list[int]:
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
-    `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template. With `continue_final_message`, the
-    token ids end with the text of the last message. Special tokens in messages and in `template_kwargs` are encoded as
-    plain text, unless `parse_special` is True. `check` may refuse the rendered text before it is encoded.
+    `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template. If `continue_final_message` is
+    True, the token ids end with the text of the last message. Special tokens in messages and in `template_kwargs` are
+    encoded as plain text, unless `parse_special` is True. `check` may refuse the rendered text before it is encoded.
 
     Raises RequestError if the model has no chat template, if the template rejects or omits a message, or if
     `template_kwargs` has a keyword that requests may not set.

@@ -56,8 +56,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, escaped: bool = False) -> list[int]:
         """Return the token ids of `text`, in which special tokens are recognised.
 
-        `add_special_tokens` adds the special tokens that the model expects around a text, often only BOS. With
-        `escaped`, the tokens that `escape` marked are encoded as plain text. Raises RequestError for a lone surrogate.
+        If `add_special_tokens` is True, the special tokens that the model expects around a text are added, often only
+        BOS. If `escaped` is True, the tokens that `escape` marked are encoded as plain text. Raises RequestError for a
+        lone surrogate.
         """
         check_unicode(text, "prompt")
         backend = self._unescaping if escaped and _MARK in text else self.backend

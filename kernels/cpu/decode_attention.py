@@ -45,7 +45,7 @@ class RowList(NamedTuple):
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """List the query tokens of each sequence with at most `max_queries` of them, as an array [5, rows + 1] of intp."""
+    """List the query tokens of all sequences with at most `max_queries` new tokens, as an intp array [5, rows + 1]."""
     # With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
     # r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
     # i] to r[FIRST_SPLIT, i + 1] - 1.

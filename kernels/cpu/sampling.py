@@ -164,10 +164,10 @@ def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chu
 
 @jit()
 def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool, limit: Any) -> Any:
-    """Find the lowest key, from `low` on, above which the sum of all weights is less than `limit`.
+    """Find the lowest key for which the weights of all tokens above the key sum to less than `limit`.
 
-    Returns the key, the sum of the weights above the key, and the number of tokens that have the key. If `by_count`,
-    all weights are 1. `high` is the key of the best token.
+    The search goes from the key `low` to `high`, the key of the best token. If `by_count` is True, all weights are 1.
+    Returns the key, the sum of the weights above the key, and the number of tokens that have the key.
     """
     before: Any = np.int64(0)  # the sum above `high`
     for _ in range(COARSE_STEPS):
@@ -196,7 +196,7 @@ def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, 
 
 @jit()
 def sum_above(logits: Any, weights: Any, chunks: Any, threshold: Any, by_count: bool) -> Any:
-    """Return the sum of the weights of tokens whose key is above `threshold`. If `by_count`, all weights are 1."""
+    """Return the sum of the weights of tokens whose key is above `threshold`. If `by_count` is True, weights are 1."""
     result = np.int64(0)
     bound = np.int32(threshold)
     for chunk in range(chunks.shape[1]):
@@ -218,7 +218,7 @@ def sum_above(logits: Any, weights: Any, chunks: Any, threshold: Any, by_count: 
 
 @jit()
 def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool) -> Any:
-    """Return the keys and weights of all tokens with keys from `low` to `high`. If `by_count`, all weights are 1."""
+    """Return the keys and weights of all tokens with keys from `low` to `high`. If `by_count` is True, weights are 1."""
     keys, amounts = np.empty(64, np.int32), np.empty(64, np.int64)
     size = 0
     for chunk in range(chunks.shape[1]):

@@ -86,7 +86,7 @@ def sum_above(
     logits, width, top, temperature, floor, first, second, third,
     SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of the weights above each of three thresholds. If BY_COUNT, all weights are 1."""
+    """Return the sums of the weights above each of three thresholds. If BY_COUNT is True, all weights are 1."""
     lanes = tl.arange(0, BLOCK)
     sum1, sum2, sum3 = (tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64))
     for start in range(0, width, BLOCK):
@@ -104,10 +104,10 @@ def find_threshold(
     logits, width, top, temperature, floor, low, high, limit,
     SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the lowest key, from `low` on, above which the sum of all weights is less than `limit`.
+    """Find the lowest key for which the weights of all tokens above the key sum to less than `limit`.
 
-    Returns the key and the sum of the weights above the key. If BY_COUNT, all weights are 1. `high` is the key of the
-    best token.
+    The search goes from the key `low` to `high`, the key of the best token. If BY_COUNT is True, all weights are 1.
+    Returns the key and the sum of the weights above the key.
     """
     before = tl.full([], 0, tl.int64)
     low, high = low.to(tl.int64), high.to(tl.int64)
