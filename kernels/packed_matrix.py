@@ -1,4 +1,4 @@
-"""Matrix that stays quantised in memory: integer codes, and a scale and an offset for each group of them."""
+"""Matrix that stays quantised in memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ TILE_NUMBERS = 1 << 19
 
 
 class PackedMatrix(NamedTuple):
-    """Matrix [M, N] of the numbers code x scale + offset; N is a multiple of BLOCK.
+    """Matrix [M, N] of the numbers code x scale + offset, where N is a multiple of BLOCK.
 
-    `codes` is int8 [M, N], or uint8 [M, N / 2] with two 4-bit codes in a byte. `scales` and `offsets` are [M, N / G] in
-    float16 or float32, for groups of G = 16 or 32 neighbouring codes. `offsets` is None if all offsets are 0.
+    - codes: int8 [M, N], or uint8 [M, N / 2] with two 4-bit codes in a byte.
+    - scales, offsets: float16 or float32 [M, N / G], for groups of G = 16 or 32 neighbouring codes. None: all offsets
+      are 0.
     """
 
     codes: Tensor
@@ -27,7 +28,7 @@ class PackedMatrix(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Properties that matrices share if their rows can be joined."""
+        """Properties in which matrices must agree so that their rows can be joined."""
         return self.codes.dtype, self.shape[1], self.scales.dtype, self.scales.shape[1], self.offsets is None
 
     @property
@@ -39,7 +40,6 @@ class PackedMatrix(NamedTuple):
         return len(self.codes), self.codes.shape[1] * 8 // self.bits
 
     def rows(self, index: Tensor | slice) -> PackedMatrix:
-        """Return the matrix of the rows `index`."""
         return PackedMatrix._make(None if part is None else part[index] for part in self)
 
     def unpacked(self) -> Tensor:

@@ -334,7 +334,7 @@ def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def linear(rows: Tensor, weight: Tensor | Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
     """Return rows @ weight.T + bias, [T, M], for `rows` [T, N], `weight` [M, N] and `bias` [M] or None.
 
-    If `weight` consists of packed matrices, it is the matrix with the rows of all of them.
+    If `weight` is a sequence of packed matrices, the rows of all these matrices together are the matrix [M, N].
     """
     if not isinstance(weight, Tensor):
         weight = torch.cat([part.unpacked() for part in weight]).to(rows.dtype)

@@ -299,7 +299,7 @@ class TorchExecutor(Executor):
     def used_bytes(self) -> int:
         """Return the bytes of GPU memory that all programs use, 0 on a CPU.
 
-        First wait for the end of all work, and return memory that torch keeps for later.
+        Before the measurement, queued work ends, and torch releases memory that it keeps for later.
         """
         if self._stream is None:
             return 0

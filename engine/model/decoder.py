@@ -212,7 +212,7 @@ def product(linears: Sequence[Linear]) -> Product:
 
 
 def joined_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
-    """Return one matrix with the rows of all matrices, and make their tensors views of it."""
+    """Concatenate the rows of matrices. The tensors of the matrices become views of the result."""
     parts = zip(*matrices, strict=True)
     return PackedMatrix._make(None if part[0] is None else joined(part) for part in parts)
 

@@ -1,4 +1,4 @@
-"""Quantised GGUF tensors as packed matrices, which have exactly the values that the file defines."""
+"""Conversion of quantised GGUF tensors to packed matrices, without a change of values."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ Parts = tuple[npt.NDArray[np.uint8 | np.int8], npt.NDArray[np.floating], npt.NDA
 
 
 class Packing(NamedTuple):
-    """Conversion of blocks [B, bytes] of one type, and the bytes that one weight takes afterwards."""
-
-    convert: Callable[[Bytes], Parts]
-    bytes_per_weight: float
+    convert: Callable[[Bytes], Parts]  # takes blocks [B, bytes]
+    bytes_per_weight: float  # in the packed matrix
 
 
 def packing_of(tensor: GGUFTensor) -> Packing | None:
-    """Return how a tensor is packed; None if it is no matrix, or of a type that is not packed."""
+    """Return the way in which a tensor is packed, or None if the tensor is not packed."""
     return PACKINGS.get(tensor.tensor_type) if len(tensor.shape) == 2 else None
 
 
 def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
-    """Return the size of a model's weights if matrices stay packed and other numbers take `dtype_bytes` bytes."""
+    """Return the size of a model's weights if matrices stay packed. Other numbers take `dtype_bytes` bytes each."""
     total, types = 0.0, set()
     for name, tensor in file.tensors.items():
         if name in ROPE_TABLES:
@@ -47,7 +45,7 @@ def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
 
 
 def packed(file: GGUFFile, name: str) -> PackedMatrix:
-    """Return the matrix `name`, whose type must be one that is packed."""
+    """Return the tensor `name` as a packed matrix. The tensor's type must be in PACKINGS."""
     import torch
 
     tensor = file.tensors[name]
@@ -62,12 +60,12 @@ def packed(file: GGUFFile, name: str) -> PackedMatrix:
 
 
 def _halves(blocks: Bytes, *columns: int) -> list[npt.NDArray[np.float16]]:
-    """Return the float16 numbers that begin at these bytes of each block, each as [B, 1]."""
+    """Return the float16 numbers that begin at the given byte columns of the blocks, each as [B, 1]."""
     return [blocks[:, column : column + 2].copy().view(np.float16) for column in columns]
 
 
 def _nibbles(pairs: Bytes) -> Bytes:
-    """Return the codes in `pairs` [B, bytes]: first all low halves of bytes, then all high halves."""
+    """Return the 4-bit codes in `pairs` [B, bytes]: first the low bits of all bytes, then the high bits."""
     return np.concatenate([pairs & 15, pairs >> 4], axis=1)
 
 
@@ -82,7 +80,7 @@ def _q4_1(blocks: Bytes) -> Parts:
 
 
 def _q5(blocks: Bytes) -> Bytes:
-    """Return the codes 0 to 31 of blocks that begin with the 32 high bits."""
+    """Return the codes (0 to 31) of blocks that begin with the high bits of all 32 codes."""
     high: Bytes = np.unpackbits(blocks[:, :4], axis=1, bitorder="little")
     return _nibbles(blocks[:, 4:]) | np.left_shift(high, 4)
 
@@ -103,14 +101,14 @@ def _q8_0(blocks: Bytes) -> Parts:
 
 
 def _k_scales(blocks: Bytes) -> list[npt.NDArray[np.float32]]:
-    """Return the scales and the offsets of the 8 groups in each block of Q4_K or Q5_K."""
+    """Return the scales and the offsets of the 8 groups in each block of type Q4_K or Q5_K."""
     scale, minimum = (half.astype(np.float32) for half in _halves(blocks, 0, 2))
     scales, minima = Q4_K.get_scale_min(blocks[:, 4:16])
     return [scale * scales, -(minimum * minima)]
 
 
 def _k_codes(blocks: Bytes) -> Bytes:
-    """Return the lower 4 bits of the codes in Q4_K or Q5_K, [B, 256]. Each 32 bytes hold two groups of 32."""
+    """Return the lower 4 bits of the codes in blocks of type Q4_K or Q5_K, [B, 256]."""
     return _nibbles(blocks[:, -128:].reshape(-1, 32)).reshape(len(blocks), 256)
 
 

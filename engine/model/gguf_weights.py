@@ -59,8 +59,8 @@ def gguf_state_dict(
 ) -> StateDict:
     """Return all tensors of `file` as float32 under transformers' names. Raises ModelError for an unknown tensor.
 
-    With `packed_matrices`, each matrix that can be packed is added to it when its tensor is read. The tensor is then a
-    placeholder of the type `dtype`: its shape is right, but it takes no memory.
+    If `packed_matrices` is given, each read of a tensor that can be packed adds the packed matrix to this mapping. The
+    read then returns a placeholder of the type `dtype`, which has the right shape but takes no memory.
     """
     names = {name: _name(file, name) for name in file.tensors if name not in ROPE_TABLES}
     if unknown := [name for name, target in names.items() if target is None]:
@@ -101,7 +101,7 @@ def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
 
 
 def _permuted_heads(file: GGUFFile, name: str) -> int | None:
-    """Return the number of heads whose rows are reordered in the tensor `name`; None if rows are in order."""
+    """Return the number of heads whose rows are reordered in the tensor `name`, or None if no rows are reordered."""
     heads = file.require("attention.head_count")
     found = {".attn_q.": heads, ".attn_k.": file.get("attention.head_count_kv", heads)}
     return next((count for part, count in found.items() if file.architecture == "llama" and part in name), None)

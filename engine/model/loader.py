@@ -144,10 +144,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model in evaluation mode on `device`. Tied parameters share memory.
 
-    With `packed`, the quantised matrices of a .gguf file stay quantised, and PackedModules take the place of the
-    model's own modules.
-
-    Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
+    If `packed` is True, the quantised matrices of a .gguf file stay quantised, and PackedModules replace the modules
+    that use these matrices. Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of
+    the wrong shape.
     """
     import transformers
 
@@ -263,25 +262,22 @@ def _reading(source: ModelSource, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """Model whose weights are not loaded yet. `load` puts them on `device` in the type `dtype`.
-
-    On a CPU, the quantised matrices of a .gguf file stay quantised.
-    """
+    """Model whose weights are not loaded yet."""
 
     source: ModelSource
     config: PretrainedConfig
     tokenizer: Tokenizer
     info: ModelInfo
-    device: str
-    dtype: torch.dtype
+    device: str  # where `load` puts the weights
+    dtype: torch.dtype  # type in which `load` puts them there
 
     @property
     def packed(self) -> Path | None:
-        """File whose quantised matrices stay quantised; None if there is none."""
+        """Path of the .gguf file whose matrices stay quantised, or None."""
         return self.source.gguf if self.device == "cpu" else None
 
     def load(self, progress: Progress = silent, *, packed: bool = True) -> PreTrainedModel:
-        """Load the weights; see `load_model`. With `packed` False, all are dequantised."""
+        """Load the weights as `load_model` does. If `packed` is False, dequantise all weights."""
         options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "progress": progress}
         return load_model(self.source, self.config, packed=packed and self.packed is not None, **options)
 

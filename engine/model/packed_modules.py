@@ -1,4 +1,4 @@
-"""Modules that take the place of a transformers model's linear layers and embeddings if its weights stay quantised."""
+"""Modules that replace the linear layers and embeddings of a transformers model whose weights stay quantised."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from llmsched.kernels.packed_matrix import PackedMatrix
 
 
 class PackedModule(nn.Module):
-    """Module with a packed matrix."""
-
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None
@@ -30,8 +28,6 @@ class PackedModule(nn.Module):
 
 
 class PackedLinear(PackedModule):
-    """Linear layer with a packed matrix."""
-
     def __init__(self, matrix: PackedMatrix, bias: nn.Parameter | None) -> None:
         super().__init__(matrix)
         self.bias, self.out_features = bias, len(matrix.codes)
@@ -43,7 +39,7 @@ class PackedLinear(PackedModule):
 
 
 class PackedEmbedding(PackedModule):
-    """Embedding with a packed matrix. Its vectors have the type `dtype` and are multiplied by `scale`, if given."""
+    """Embedding with a packed matrix. The vectors have the type `dtype` and are multiplied by `scale`, if given."""
 
     def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, scale: Tensor | None) -> None:
         super().__init__(matrix)
@@ -57,9 +53,9 @@ class PackedEmbedding(PackedModule):
 
 
 def pack_modules(model: nn.Module, matrices: Mapping[str, PackedMatrix]) -> None:
-    """Replace the linear layers and embeddings whose weights, by their names in the model, have packed matrices.
+    """Replace linear layers and embeddings by modules with packed matrices.
 
-    Modules with tied weights share one matrix.
+    The keys of `matrices` are the names of the replaced weights. Modules with tied weights share one matrix.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_identity = {id(parameters[name]): matrix for name, matrix in matrices.items()}

@@ -29,16 +29,11 @@ class HubUnreachableError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Model on disk: `spec` is the user's name for it, `name` its default name in the API, `path` its location.
-
-    `gguf` is the .gguf file that has the model's weights in quantised form, if there is one.
-    """
-
-    spec: str
-    name: str
+    spec: str  # name that the user gave
+    name: str  # default name in the API
     path: Path
     kind: Literal["directory", "gguf"]
-    gguf: Path | None = None
+    gguf: Path | None = None  # .gguf file that has the weights in quantised form
 
 
 def locate(spec: str, progress: Progress = silent) -> ModelSource:

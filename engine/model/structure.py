@@ -218,7 +218,7 @@ def _first_of(found: Mapping[str, Any], what: str, *choices: str) -> list[str]:
 
 
 def linear(module: Any) -> Linear:
-    """Return the module if it computes what a Linear does; raise UnknownStructureError otherwise."""
+    """Return the module if it is a plain linear layer, packed or not. Raises UnknownStructureError otherwise."""
     if type(module) not in (nn.Linear, PackedLinear) and not (isinstance(module, nn.Linear) and _is_linear(module)):
         raise UnknownStructureError(f"a projection is a {type(module).__name__}, not a plain matrix")
     found: Linear = module

@@ -1,9 +1,8 @@
-"""Products with matrices of 4-bit and 8-bit codes, which read the codes as they are stored.
-
-Up to MAX_ROWS rows are multiplied by a kernel that unpacks a few rows of the matrix to registers. For more rows, tiles
-of the matrix are unpacked to memory and multiplied by torch. With all matrices of SmolLM2-135M in 4 bits, one row takes
-0.45 times as long as torch's float32 product on one core, 8 rows 0.2 times, and 32 rows 0.75 times (measured).
-"""
+"""Products with packed matrices of 4-bit or 8-bit codes."""
+# Up to MAX_ROWS rows are multiplied by a kernel that unpacks a few rows of the matrix to registers. For more rows,
+# tiles of the matrix are unpacked to memory and multiplied by torch. With all matrices of SmolLM2-135M in 4 bits, one
+# row takes 0.45 times as long as torch's float32 product on one core, 8 rows 0.2 times, and 32 rows 0.75 times
+# (measured).
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ Arguments = arguments_type(
 
 
 def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
-    """Compute `reference.linear` with a matrix that consists of the rows of all parts."""
+    """Compute `reference.linear` with the matrix that has the rows of all `parts`."""
     output = rows.new_empty(len(rows), sum(len(part.codes) for part in parts))
     few = len(rows) <= MAX_ROWS.get(rows.dtype, 0) and all(len(part.codes) >= CHUNK for part in parts)
     computed, found = (rows.float().contiguous(), output.float()) if few else (rows, output)
@@ -66,14 +65,15 @@ def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None) -> 
 
 
 def multiply(rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
-    """Write the product of a few rows (float32) to `output`, whose rows may be parts of longer rows."""
+    """Write the product of a few float32 rows and a matrix to `output`."""
+    # Rows of `output` may be parts of longer rows.
     parallel = len(rows) * matrix.codes.numel() >= PARALLEL_WEIGHTS
     arguments = _arguments(rows, matrix, output, 0, len(matrix.codes), output.stride(0))
     run(product_body(*_variant(matrix)), arguments, parallel=parallel)
 
 
 def unpack_and_multiply(rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
-    """Write the product of many rows to `output`, whose rows may be parts of longer rows."""
+    """Write the product of many rows and a matrix to `output`."""
     total, size = matrix.shape
     count = max(1, TILE_NUMBERS // size)
     written = rows.dtype if rows.dtype in MAX_ROWS else torch.float32
@@ -86,7 +86,7 @@ def unpack_and_multiply(rows: Tensor, matrix: PackedMatrix, output: Tensor) -> N
 
 
 def _scratch(numbers: int, dtype: torch.dtype) -> Tensor:
-    """Return memory that the calling thread uses again, because new memory costs as much time as it takes to fill."""
+    # The calling thread uses this memory again, because new memory costs as much time as it takes to fill.
     whole: Tensor | None = getattr(_own, "scratch", None)
     if whole is None or whole.nbytes < numbers * dtype.itemsize:
         whole = _own.scratch = torch.empty(4 * max(numbers, TILE_NUMBERS), dtype=torch.uint8)
@@ -106,7 +106,7 @@ def _arguments(rows: Tensor, matrix: PackedMatrix, output: Tensor, first: int, e
 
 @cache
 def product_body(bits: int, shifted: int, groups_in_block: int, element: np.dtype[Any]) -> Any:
-    """Return the function that each thread runs for `multiply`: it multiplies a part of the matrix's rows."""
+    """Compile and return the function that each thread runs for `multiply`."""
     code, per_byte = (np.uint8, 2) if bits == 4 else (np.int8, 1)
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
@@ -167,7 +167,7 @@ def product_body(bits: int, shifted: int, groups_in_block: int, element: np.dtyp
 def unpacking_body(
     bits: int, shifted: int, groups_in_block: int, element: np.dtype[Any], written: np.dtype[Any]
 ) -> Any:
-    """Return the function that each thread runs to unpack a tile: rows `first` to `end` of the matrix."""
+    """Compile and return the function that each thread runs to unpack rows first to end - 1 of the matrix."""
     code, per_byte = (np.uint8, 2) if bits == 4 else (np.int8, 1)
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
@@ -195,7 +195,6 @@ def unpacking_body(
 
 @jit()
 def widen(source: Any, target: Any) -> None:
-    """Convert a matrix to float32."""
     for row in range(source.shape[0]):
         for i in range(source.shape[1]):
             target[row, i] = to_float32(source[row, i])
@@ -225,9 +224,10 @@ def multiply_tile(
 ) -> Any:
     """Multiply `count` rows, from `number` on, by `num_columns` rows of the matrix, from `first` on.
 
-    `sums` gets the products with the first row of the matrix, then those with the second, and so on. The last row is
-    multiplied again in place of rows that do not exist. `scales` and `offsets` have float32 values from `start` on.
+    `sums` gets the products with the first row of the matrix, then the products with the second row, and so on.
+    `scales` and `offsets` are float32; the values for the first row of the matrix are in their row `start`.
     """
+    # If fewer rows are left than `count`, the last row is multiplied again in place of the missing rows.
     how_many, how_many_columns = count.literal_value, num_columns.literal_value
     layout = Layout(codes.dtype, bool(shifted.literal_value), groups_in_block.literal_value)
 
@@ -285,7 +285,7 @@ def unpack_row(
     shifted: Any,
     groups_in_block: Any,
 ) -> Any:
-    """Write a row of the matrix to `target` [1, N] as float32. `scales` and `offsets` have its float32 values."""
+    """Write one row of the matrix to `target` [1, N] as float32. `scales` and `offsets` are the row's, in float32."""
     layout = Layout(codes.dtype, bool(shifted.literal_value), groups_in_block.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -309,14 +309,14 @@ def unpack_row(
 
 
 class Layout(NamedTuple):
-    """Type of a packed matrix's codes, presence of offsets, and number of groups in a block."""
+    """Layout of the codes in a packed matrix."""
 
     code: Any
     shifted: bool
     groups_in_block: int
 
     def weights(self, builder: Any, block: Any, codes: Any, scales: Any, offsets: Any) -> Iterator[Any]:
-        """Yield the two vectors of weights in a block. The other arguments are pointers to data of the row."""
+        """Yield the two vectors of weights in a block. `codes`, `scales` and `offsets` point to the data of one row."""
         index, pairs = block.type, None
 
         def integers(place: Any) -> Any:

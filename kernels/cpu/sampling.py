@@ -218,7 +218,7 @@ def sum_above(logits: Any, weights: Any, chunks: Any, threshold: Any, by_count: 
 
 @jit()
 def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool) -> Any:
-    """Return the keys and weights of all tokens with keys from `low` to `high`. If `by_count` is True, weights are 1."""
+    """Return the keys and weights of tokens with keys from `low` to `high`. If `by_count` is True, weights are 1."""
     keys, amounts = np.empty(64, np.int32), np.empty(64, np.int64)
     size = 0
     for chunk in range(chunks.shape[1]):

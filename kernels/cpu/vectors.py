@@ -124,7 +124,7 @@ def load(builder: Any, row: Any, place: Any) -> Any:
 
 
 def broadcast(builder: Any, pointer: Any) -> Any:
-    """Return a vector whose elements are all the float at `pointer`."""
+    """Return a vector that repeats the float at `pointer`."""
     first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), builder.load(pointer), ir.IntType(32)(0))
     return builder.shuffle_vector(first, first, mask([0] * LANES))
 
@@ -134,7 +134,7 @@ def multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
 
 
 def sum_pairs(builder: Any, one: Any, other: Any, count: int = LANES) -> Any:
-    """Return the sums of neighbouring numbers, first for all pairs in `one`, then for all pairs in `other`."""
+    """Return the sums of neighbouring numbers, first of all pairs in `one`, then of all pairs in `other`."""
     even = builder.shuffle_vector(one, other, mask(range(0, 2 * count, 2)))
     odd = builder.shuffle_vector(one, other, mask(range(1, 2 * count, 2)))
     return builder.fadd(even, odd)
