@@ -8,6 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +19,7 @@ from tiny_models import build_tokenizer
 from gpu_suite.limits import attempt
 from gpu_suite.llama import SMALL, Size, fitting, make_config, make_model
 from gpu_suite.rows import CheckRow, failure
+from gpu_suite.steps import without_graphs
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
@@ -52,15 +55,20 @@ def measure_serving(device: str, *, small: bool) -> Iterator[CheckRow]:
     yield CheckRow("ready after", f"{time.perf_counter() - started:.1f} s", data={"layers": size.layers})
     yield memory_row(engine)
     compiled = dispatch.num_compiled()
-    outputs: list[list[list[int]]] = []
-    for name, looks_ahead in (("in process", True), ("in process, again", True), ("in process, no lookahead", False)):
+    first: list[list[int]] = []
+    for name, looks_ahead, has_graphs in (
+        ("in process", True, True),
+        ("again", True, True),
+        ("no lookahead", False, True),
+        ("eager", True, False),
+    ):
         engine = engine_beside(engine, async_scheduling=looks_ahead)
-        tokens, row = run_load(name, engine, load)
-        outputs.append(tokens)
+        with nullcontext() if has_graphs else without_graphs(engine.executor):
+            tokens, row = run_load(name, engine, load)
         yield row
-    for name, other in zip(("again", "no lookahead"), outputs[1:], strict=True):
-        same = sum(one == two for one, two in zip(outputs[0], other, strict=True))
-        yield CheckRow(f"equal outputs, {name}", f"{same} of {len(other)}", data={"equal": same})
+        first = first or tokens
+        same = sum(one == two for one, two in zip(first, tokens, strict=True))
+        yield CheckRow(f"equal outputs, {name}", f"{same} of {len(tokens)}", data={"equal": same})
     late = dispatch.num_compiled() - compiled
     yield CheckRow("kernels compiled after the warm-up", str(late), "0", late == 0)
     yield attempt("over HTTP", lambda: http_row("over HTTP", engine, load))
@@ -86,7 +94,8 @@ def memory_row(engine: Engine) -> CheckRow:
     plan: Any = engine.plan
     found = ", ".join(f"{part} {count / 2**30:.2f} GiB" for part, count in plan.fixed_parts.items())
     data = {"plan": plan.fixed_parts, "kv_bytes": plan.kv_bytes, "num_blocks": plan.num_blocks}
-    return CheckRow("planned memory", f"KV {plan.kv_bytes / 2**30:.2f} GiB, {found}", data=data)
+    data["measured"] = None if plan.measured is None else asdict(plan.measured)
+    return CheckRow("planned memory", f"KV {plan.kv_bytes / 2**30:.2f} GiB, {found}", f"{plan.measured}", data=data)
 
 
 def prompts(load: tuple[int, int, int]) -> list[list[int]]:
