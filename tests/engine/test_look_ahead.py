@@ -45,8 +45,9 @@ def test_outputs_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert [choice.finish_reason for choice in stopped] == [FinishReason.STOP] * 2
 
 
-def test_a_cached_prefix_is_found_behind_a_step_in_flight() -> None:
-    engine = make_engine(looks_ahead=True)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_cached_prefix_is_found_behind_a_step_in_flight(graphs: bool) -> None:
+    engine = make_engine(looks_ahead=True, graphs=graphs)
     (first,) = generate_all(engine, (PROMPTS[0], sampling(max_tokens=24)))[0]
     (again,) = generate_all(engine, ([*PROMPTS[0], *first.tokens], sampling(max_tokens=4)))[0]
     assert again.num_cached_tokens == (50 + 23) // 16 * 16, "the KV of the last token was never computed"
@@ -54,12 +55,12 @@ def test_a_cached_prefix_is_found_behind_a_step_in_flight() -> None:
     assert facts(again) == facts(plain)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_aborts_at_random_moments_change_no_other_output(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "graphs"), [(0, False), (1, True), (2, False), (3, True)])
+def test_aborts_at_random_moments_change_no_other_output(seed: int, graphs: bool) -> None:
     chance = random.Random(seed)
     params = [replace(params, n=1) for _, params in requests()]
     alone = [choices[0] for choices in generate_all(make_engine(), *zip(PROMPTS, params, strict=True))]
-    engine = make_engine(looks_ahead=True, **SMALL_POOL)
+    engine = make_engine(looks_ahead=True, graphs=graphs, **SMALL_POOL)
     collector, waiting, aborted = Collector(engine), [*range(8)] * 3, set()
     chance.shuffle(waiting)
     while waiting or engine.has_work():

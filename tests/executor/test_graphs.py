@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from fake_graphs import FakeRecorder, capture_fake_graphs
 from stepping import Stepper, make_sequence
 from tiny_models import build_model
 
-from llmsched.engine.executor.graphs import NotCapturableError, NothingWaits, Recording
+from llmsched.engine.executor.graphs import NotCapturableError, NothingWaits, Recording, cuda_recorder
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.graph_memory import graph_sizes
 from llmsched.kernels.dispatch import num_compiled
@@ -117,6 +119,41 @@ def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCap
     assert executor.capture(MAX_ROWS, LENGTH, record=recorder) is None
     assert "waits for values on the device" in caplog.messages[0]
     assert not recorder.replays
+
+
+class Stream:
+    device_index = 3
+
+
+def test_captures_on_a_gpu_share_a_pool_and_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed capture is reported to torch's allocator, which otherwise stays in capture mode."""
+    told: list[Any] = []
+    ending: list[Exception] = []
+
+    @contextmanager
+    def capture(graph: Any, **options: Any) -> Iterator[None]:
+        told.append(options)
+        yield
+        if ending:
+            raise ending[0]
+
+    replays: list[int] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replays.append(1)))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: told.append(where), raising=False)
+    stream: Any = Stream()
+    record = cuda_recorder(stream)
+    recordings = [record(lambda: IDS), record(lambda: IDS + 1)]
+    for recording in recordings:
+        recording.replay()
+    assert [recording.output.tolist() for recording in recordings] == [[3, 1, 2], [4, 2, 3]]
+    assert told == [{"pool": "pool", "stream": stream, "capture_error_mode": "thread_local"}] * 2
+    assert len(replays) == 2
+    ending.append(RuntimeError("capture was invalidated"))
+    with pytest.raises(RuntimeError, match="invalidated"):
+        record(lambda: IDS)
+    assert told[3] == (3, "pool")
 
 
 CPU, IDS = torch.device("cpu"), torch.tensor([3, 1, 2])
