@@ -98,7 +98,10 @@ def sample(logits: Tensor, parameters: Tensor) -> Tensor:
 
 
 def backend_name(device_type: str) -> BackendName:
-    """Return the backend for a device type, such as "cuda". Raises ValueError for an invalid LLMSCHED_KERNELS."""
+    """Return the backend for a device type, such as "cuda".
+
+    Raises ValueError if the environment variable LLMSCHED_KERNELS has an unknown value.
+    """
     forced = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
     if forced == "reference":
         return "reference"

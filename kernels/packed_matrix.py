@@ -15,7 +15,7 @@ TILE_NUMBERS = 1 << 19
 
 
 class PackedMatrix(NamedTuple):
-    """Matrix [M, N] of the numbers code x scale + offset, where N is a multiple of BLOCK.
+    """Matrix [M, N] of the numbers code x scale + offset, where N is a multiple of 32.
 
     - codes: int8 [M, N], or uint8 [M, N / 2] with two 4-bit codes in a byte.
     - scales, offsets: float16 or float32 [M, N / G], for groups of G = 16 or 32 neighbouring codes. None: all offsets

@@ -151,7 +151,7 @@ def method_of(settings: Mapping[str, Any]) -> str:
 
 
 def quantised_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `config` with QUANTIZATIONS[name] as its quantization_config.
+    """Return `config` with a quantization_config for the format `name`, such as "awq".
 
     Raises ConfigError for an unknown name or a checkpoint that is already quantised.
     """

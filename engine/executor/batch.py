@@ -17,7 +17,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Batch of T tokens in B rows, one row after the other, for a model with G groups of layers."""
+    """Batch of T tokens in B rows, one row after the other, for a model with G layer groups."""
 
     input_ids: Int64  # [T], with 0 in place of a pending token
     positions: Int64  # [T]

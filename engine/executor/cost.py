@@ -110,7 +110,7 @@ LINEAR = FittedCost._fields[1:-1]
 
 
 def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
-    """Return the quantities by which FittedCost multiplies its coefficients, in the order of LINEAR.
+    """Return the quantities by which FittedCost multiplies its coefficients, in the order of the coefficients.
 
     If `windowed` is False, the quantities of sliding-window layers, which are last, are left out.
     """
@@ -120,7 +120,7 @@ def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
 
 
 class StepTimeModel:
-    """Model of the time of a step, which is fitted to the steps of the running engine by least squares:
+    """Model of the time of a step, fitted by least squares to the steps of the running engine:
 
     seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens
     """

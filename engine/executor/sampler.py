@@ -103,7 +103,7 @@ class Sampler:
 
 
 def result_of(outcome: int) -> RowResult:
-    """Convert an outcome to a RowResult. An outcome is a token id, NOT_FINITE or BARRED."""
+    """Convert an outcome to a RowResult. An outcome is a token id, or a negative number that stands for an error."""
     if outcome == NOT_FINITE:
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
     if outcome == BARRED:

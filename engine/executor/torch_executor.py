@@ -232,7 +232,7 @@ class TorchExecutor(Executor):
     def warmup(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent
     ) -> int | None:
-        """Compile the kernels by computing the `warmup_steps`, which overwrite the cache.
+        """Compute steps that compile all kernels. The steps overwrite the cache.
 
         Returns the largest number of bytes that were allocated in addition to weights and cache. Returns None on a CPU,
         where torch does not count bytes.
@@ -261,9 +261,10 @@ class TorchExecutor(Executor):
     def capture(
         self, max_rows: int, max_model_len: int, progress: Progress = silent, record: Recorder | None = None
     ) -> CapturedGraphs | None:
-        """Capture a CUDA graph for each of the `graph_sizes`, which overwrites the cache. Call `warmup` first.
+        """Capture CUDA graphs for decodes of up to `max_rows` sequences. Call `warmup` first.
 
-        Returns None on a CPU without `record`. If the capture fails, a warning says why, and the result is None too.
+        This overwrites the cache. Returns None on a CPU without `record`. If the capture fails, a warning says why, and
+        the result is None too.
         """
         if record is None:
             if self._stream is None:

@@ -45,7 +45,7 @@ def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
 
 
 def packed(file: GGUFFile, name: str) -> PackedMatrix:
-    """Return the tensor `name` as a packed matrix. The tensor's type must be in PACKINGS."""
+    """Return the tensor `name` as a packed matrix. The tensor must have one of the types that are packed."""
     import torch
 
     tensor = file.tensors[name]

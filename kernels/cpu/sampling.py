@@ -83,7 +83,7 @@ def order_key(element: Any) -> Any:
 
 @jit()
 def survey(logits: Any, chunks: Any) -> int:
-    """Return the lowest id with the best logit, -1 if the logit is not finite. Set HIGHEST and LOWEST of each chunk."""
+    """Return the lowest id with the best logit, -1 if the logit is not finite. Store extreme keys in `chunks`."""
     width = logits.shape[0]
     best, worst = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
     for chunk in range(chunks.shape[1]):
@@ -142,7 +142,7 @@ def draw(logits: Any, best: int, parameters: Any, weights: Any, chunks: Any) -> 
 
 @jit(EXACT)
 def weight_of(logit: Any, top: Any, temperature: Any, floor: Any) -> Any:
-    """Return the weight (int64) of a token, 0 for a score below `floor`. `top` is the best logit of the row."""
+    """Return the weight (int64) of a token, 0 if (logit - top) / temperature is below `floor`."""
     score = np.float32((logit - top) / temperature)
     weight = np.int64(exp32(score) * WEIGHT_UNITS)
     return weight if score >= floor else np.int64(0)
@@ -150,7 +150,7 @@ def weight_of(logit: Any, top: Any, temperature: Any, floor: Any) -> Any:
 
 @jit(EXACT)
 def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chunks: Any) -> None:
-    """Compute the weight of each token, and the sum of the weights in each chunk (SUM)."""
+    """Compute the weight of each token, and the sum of the weights in each chunk."""
     for chunk in range(chunks.shape[1]):
         first, end = chunk * CHUNK, min((chunk + 1) * CHUNK, logits.shape[0])
         part, result = logits[first:end], weights[first:end]
@@ -244,7 +244,7 @@ def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any,
 
 @jit()
 def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, tied: Any) -> None:
-    """Reduce each chunk's SUM to the weights of the tokens that pass the filters."""
+    """Reduce the sum of weights in each chunk to the tokens that pass the filters."""
     # The filters keep the tokens above `threshold` and the first `room` tokens whose key equals it, each of weight
     # `tied`. Each chunk's ROOM becomes the number of tokens at the threshold that are kept in this chunk and later
     # chunks.

@@ -1,4 +1,4 @@
-"""Inner loops of attention in LLVM's vector types, for heads whose size is a multiple of WIDTH."""
+"""Inner loops of attention in LLVM's vector types, for heads whose size is a multiple of 64."""
 # LLVM also vectorises these loops if they are written in Python, but with a horizontal sum for each product of two
 # vectors, with loads and stores of the output for every few values, and with checks that arrays do not overlap. Here
 # the horizontal sums for KEYS keys are computed together, and outputs stay in registers. Attention takes 0.65 times as
@@ -46,7 +46,7 @@ def widen(typing_context: Any, source: Any, row: Any, target: Any, target_row: A
 
 @intrinsic  # type: ignore[untyped-decorator]
 def score_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, scores: Any, place: Any) -> Any:
-    """Set scores[head, place + i] to query[head] . keys[key + i] for each i < KEYS.
+    """Set scores[head, place + i] to query[head] . keys[key + i], for i from 0 to KEYS - 1.
 
     All arrays are contiguous float32 matrices.
     """
@@ -77,7 +77,7 @@ def score_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_values(typing_context: Any, weights: Any, head: Any, place: Any, values: Any, count: Any, output: Any) -> Any:
-    """Add weights[head, place + i] * values[i] to output[head] for each i < count.
+    """Add weights[head, place + i] * values[i] to output[head], for i from 0 to count - 1.
 
     All arrays are contiguous float32 matrices.
     """

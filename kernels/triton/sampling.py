@@ -49,7 +49,7 @@ def load_logits(logits, places, width):
 
 @triton.jit
 def weigh(values, top, temperature, floor):
-    """Return the weights (int64) of tokens, 0 for scores below `floor`. `top` is the best logit of the row."""
+    """Return the weights (int64) of tokens, 0 where (value - top) / temperature is below `floor`."""
     scores = (values - top) / temperature
     return tl.where(scores >= floor, (tl.exp(scores) * WEIGHT_UNITS).to(tl.int64), 0)
 

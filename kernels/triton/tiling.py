@@ -158,5 +158,5 @@ def list_work(
 
 
 def padded(size: int) -> int:
-    """Round `size` up to a power of two that is at least MIN_PRODUCT."""
+    """Round `size` up to a power of two, and at least to the smallest size of a tensor-core product."""
     return max(MIN_PRODUCT, 1 << (size - 1).bit_length())
