@@ -121,35 +121,30 @@ def list_work(
     """
     lengths = (bounds[1:] - bounds[:-1])[sequences]
     counts = -(-lengths // tile_queries)
-    owners = np.repeat(np.arange(len(sequences)), counts)
-    offsets = (np.arange(len(owners)) - (counts.cumsum() - counts)[owners]) * tile_queries
-    queries = np.minimum(lengths[owners] - offsets, tile_queries)
-    tables = sequences[owners]
-    positions = contexts[tables] - lengths[owners] + offsets
+    tables, lengths = sequences.repeat(counts), lengths.repeat(counts)
+    offsets = (np.arange(len(tables)) - (counts.cumsum() - counts).repeat(counts)) * tile_queries
+    queries = np.minimum(lengths - offsets, tile_queries)
+    positions = contexts[tables] - lengths + offsets
     ends = positions + queries
     begins = np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
     keys = ends - begins
 
     unit = max(MIN_SPLIT_TOKENS, -(-int(keys.sum()) // units))
-    pieces = np.maximum(keys // unit, 1)
-    size = -(-keys // (pieces * block_n)) * block_n
+    size = -(-keys // (np.maximum(keys // unit, 1) * block_n)) * block_n
     pieces = -(-keys // size)  # rounding to whole loops may save an item
-    tiles = np.repeat(np.arange(len(pieces)), pieces)
-    number = np.arange(len(tiles)) - (pieces.cumsum() - pieces)[tiles]
     split = pieces > 1
-    first_slot = np.where(split, (pieces * split).cumsum() - pieces, -1)
+    slots = np.where(split, (pieces * split).cumsum() - pieces, -1)
+    whole = np.stack([tables, bounds[tables] + offsets, queries, positions, begins, ends, slots, pieces], axis=1)
+    whole = whole.astype(np.int32)
 
-    found = np.empty((len(tiles), len(Item)), np.int32)
-    found[:, Item.TABLE] = tables[tiles]
-    found[:, Item.FIRST_TOKEN] = (bounds[tables] + offsets)[tiles]
-    found[:, Item.NUM_QUERIES] = queries[tiles]
-    found[:, Item.FIRST_POSITION] = positions[tiles]
-    found[:, Item.BEGIN] = begins[tiles] + number * size[tiles]
-    found[:, Item.END] = np.minimum(found[:, Item.BEGIN] + size[tiles], ends[tiles])
-    found[:, Item.SLOT] = np.where(split[tiles], first_slot[tiles] + number, -1)
+    found, step = whole.repeat(pieces, axis=0), size.repeat(pieces)
+    number = np.arange(len(found)) - (pieces.cumsum() - pieces).repeat(pieces)
+    found[:, Item.BEGIN] += number * step
+    found[:, Item.END] = np.minimum(found[:, Item.BEGIN] + step, found[:, Item.END])
+    found[:, Item.SLOT] += number
     found[:, Item.IS_FIRST] = number == 0
-    joined = np.stack([bounds[tables] + offsets, queries, first_slot, pieces], axis=1)[split].astype(np.int32)
-    items = np.zeros((len(pieces) + units if fixed else len(found), len(Item)), np.int32)
+    joined = whole[split][:, [Item.FIRST_TOKEN, Item.NUM_QUERIES, Item.SLOT, -1]]
+    items = np.zeros((len(whole) + units if fixed else len(found), len(Item)), np.int32)
     items[: len(found)] = found[np.argsort(found[:, Item.BEGIN] - found[:, Item.END], kind="stable")]
     joins = np.zeros((units // 2 if fixed else len(joined), len(Join)), np.int32)
     joins[: len(joined)] = joined
