@@ -92,7 +92,7 @@ def _reserved() -> frozenset[str]:
 
 
 def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
-    """Return `value` with special tokens and the tokens around turns escaped in all strings."""
+    """Return `value` with special tokens and the chat template's turn tokens escaped in all strings."""
     # In messages of the assistant, only special tokens are escaped, because the model itself wrote the others.
     if isinstance(value, str):
         return tokenizer.escape(value, () if role == "assistant" else _turn_tokens(tokenizer))

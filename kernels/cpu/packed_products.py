@@ -285,7 +285,7 @@ def unpack_row(
     shifted: Any,
     groups_in_block: Any,
 ) -> Any:
-    """Write one row of the matrix to `target` [1, N] as float32. `scales` and `offsets` are the row's, in float32."""
+    """Write one row of the matrix to `target` [1, N] as float32. `scales` and `offsets` are float32 [1, groups]."""
     layout = Layout(codes.dtype, bool(shifted.literal_value), groups_in_block.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
