@@ -37,8 +37,6 @@ Put = Callable[[npt.NDArray[np.generic]], Tensor]
 
 
 class AttentionShape(NamedTuple):
-    """Shape of one layer's attention."""
-
     heads: int
     kv_heads: int
     key_dim: int

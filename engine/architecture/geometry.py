@@ -108,8 +108,6 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Layer groups of a model."""
-
     groups: tuple[LayerGroup, ...]
     confidence: Confidence  # "estimate" if `notes` contains an assumption
     notes: tuple[str, ...]

@@ -54,8 +54,6 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantised format of a checkpoint."""
-
     method: str
     schemes: tuple[Scheme, ...] = ()  # the first that applies to a module determines its bits
     arithmetic: Arithmetic = "bf16"
@@ -263,7 +261,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _grouped_bits(bits: Any, group: Any, zero_point: bool, scale_bits: int = 16) -> Bits:
-    """Return the bits per weight if `group` weights share one scale and, if `zero_point` is True, one zero point."""
+    """Return the bits per weight, scales included. `group` weights share a scale and, optionally, a zero point."""
     if not isinstance(bits, int) or bits < 1:
         return None
     shared = scale_bits + (bits if zero_point else 0)

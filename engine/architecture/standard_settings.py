@@ -91,7 +91,6 @@ def _from_blocks(values: Mapping[str, Any], blocks: Any) -> dict[str, Any]:
 
 
 def _block_width(mlp: Mapping[str, Any], hidden: int) -> int:
-    """Return the width of a block's MLP, 0 for a block without an MLP."""
     if mlp.get("no_op"):
         return 0
     if mlp.get("intermediate_size"):

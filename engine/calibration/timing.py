@@ -44,8 +44,6 @@ _MAX_SWAPPED = 64
 
 
 class StepLimits(NamedTuple):
-    """Limits of an engine."""
-
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int

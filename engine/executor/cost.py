@@ -145,7 +145,6 @@ class StepTimeModel:
         self.num_steps += 1
 
     def predict(self, shape: StepShape) -> float:
-        """Return the predicted time of a step in seconds."""
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:

@@ -71,7 +71,6 @@ class Roofline:
         return seconds + _both(q * kv + wq * window_kv, full * kv + windowed * window_kv)
 
     def swap_seconds(self, num_bytes: int) -> float:
-        """Return the seconds that copying `num_bytes` of KV to or from host memory takes."""
         return num_bytes * self._swap
 
 

@@ -159,7 +159,6 @@ class TorchExecutor(Executor):
         return logits
 
     def close(self) -> None:
-        """Release the model and the cache. The executor cannot be used afterwards."""
         del self._graphs, self._model, self._cache, self._host, self._buffers
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -291,7 +290,6 @@ class TorchExecutor(Executor):
         return CapturedGraphs(len(sizes), sizes[-1], time.perf_counter() - started, num_bytes)
 
     def _decode_inputs(self, size: int, position: int) -> ModelInputs:
-        """Return inputs for one invented decode at `position` and `size` - 1 rows of padding."""
         row = self._dummy_row(0, 1, position, _GREEDY)
         _, inputs = self._pack([row], size)
         self._buffers.upload()
@@ -324,7 +322,6 @@ class TorchExecutor(Executor):
         return StepPlan(dummies, swap_out=pairs, swap_in=pairs)
 
     def _dummy_row(self, row: int, num_tokens: int, start: int, sampling: SamplingParams) -> ScheduledRow:
-        """Return a row of `num_tokens` new tokens after `start` computed tokens, for an invented sequence."""
         end = start + num_tokens
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())

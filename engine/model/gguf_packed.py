@@ -101,7 +101,6 @@ def _q8_0(blocks: Bytes) -> Parts:
 
 
 def _k_scales(blocks: Bytes) -> list[npt.NDArray[np.float32]]:
-    """Return the scales and the offsets of the 8 groups in each block of type Q4_K or Q5_K."""
     scale, minimum = (half.astype(np.float32) for half in _halves(blocks, 0, 2))
     scales, minima = Q4_K.get_scale_min(blocks[:, 4:16])
     return [scale * scales, -(minimum * minima)]

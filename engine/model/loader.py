@@ -102,7 +102,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenizer) -> ModelInfo:
-    """Read facts about a model without its weights. Raises ModelError if a file has an invalid value."""
+    """Read a ModelInfo from a model's files without loading the weights. Raises ModelError for an invalid value."""
     if source.kind == "gguf":
         from llmsched.engine.model.gguf_config import gguf_generation_config
         from llmsched.engine.model.gguf_file import read_gguf
@@ -185,7 +185,6 @@ def load_model(
 
 
 def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
-    """Raise ModelError if transformers reports missing, unknown, misshapen or unconverted tensors."""
     from llmsched.engine.model.checkpoint import some
 
     if missing := report["missing_keys"]:

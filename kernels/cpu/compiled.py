@@ -77,7 +77,6 @@ def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
 
 
 def num_compiled() -> int:
-    """Return how many variants of functions this process has compiled, or loaded from Numba's cache."""
     return len(_c_functions) + sum(len(function.overloads) for function in _functions)
 
 

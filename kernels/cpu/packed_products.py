@@ -106,7 +106,6 @@ def _arguments(rows: Tensor, matrix: PackedMatrix, output: Tensor, first: int, e
 
 @cache
 def product_body(bits: int, shifted: int, groups_in_block: int, element: np.dtype[Any]) -> Any:
-    """Compile and return the function that each thread runs for `multiply`."""
     code, per_byte = (np.uint8, 2) if bits == 4 else (np.int8, 1)
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
@@ -167,7 +166,6 @@ def product_body(bits: int, shifted: int, groups_in_block: int, element: np.dtyp
 def unpacking_body(
     bits: int, shifted: int, groups_in_block: int, element: np.dtype[Any], written: np.dtype[Any]
 ) -> Any:
-    """Compile and return the function that each thread runs to unpack rows first to end - 1 of the matrix."""
     code, per_byte = (np.uint8, 2) if bits == 4 else (np.int8, 1)
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))

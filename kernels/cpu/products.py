@@ -29,7 +29,6 @@ Arguments = arguments_type(addresses=("row", "weight", "bias", "output"), sizes=
 
 
 def linear(rows: Tensor, weight: Tensor | Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
-    """Compute `reference.linear`."""
     if not isinstance(weight, Tensor):
         return packed_products.linear(rows, weight, bias)
     if len(rows) != 1 or rows.dtype != torch.bfloat16 or not (rows.is_contiguous() and weight.is_contiguous()):
@@ -42,8 +41,6 @@ def linear(rows: Tensor, weight: Tensor | Sequence[PackedMatrix], bias: Tensor |
 
 @cache
 def row_body() -> Any:
-    """Compile and return the function that each thread runs."""
-
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]

@@ -45,13 +45,10 @@ triton.knobs.runtime.jit_post_compile_hook = _count_compilation
 
 
 def num_compiled() -> int:
-    """Return how many variants of kernels this process has compiled, or loaded from Triton's cache on disk."""
     return len(_compiled)
 
 
 class Launch(NamedTuple):
-    """Arguments of one launch of the attention kernel."""
-
     tiling: Tiling
     items: Tensor
     joins: Tensor

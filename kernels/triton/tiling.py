@@ -22,8 +22,6 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 class Tiling(NamedTuple):
-    """Sizes of the tiles of one kernel launch."""
-
     block_m: int  # rows: queries x query heads of one KV head
     block_n: int  # keys
     block_d: int  # head size of keys, padded
@@ -61,8 +59,6 @@ class Join(IntEnum):
 
 
 class WorkList(NamedTuple):
-    """Work of one kernel launch."""
-
     items: Int32  # [W, 8], see Item; one program computes one item for one KV head
     joins: Int32  # [J, 4], see Join
     num_slots: int
