@@ -8,7 +8,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model
-from llmsched.cli.profiles.apply import versions_table
+from llmsched.cli.profiles.this_machine import versions_table
 from llmsched.engine.memory.planner import ModelPlanner, model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, calibration_dir, save_calibration
 from llmsched.profiles.toml_files import check_directory

@@ -66,11 +66,6 @@ def find_gpu(name: str) -> GpuSpec:
     raise UnknownNameError(f"{name!r} is not a known GPU; {hint}")
 
 
-def same_gpu(one: str, other: str) -> bool:
-    """Return True if two device names are equal, or are the product's and the driver's name of one GPU."""
-    return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())
-
-
 @cache
 def _spellings() -> dict[str, set[str]]:
     """Return the words by which each GPU may be found, by the GPU's key."""

@@ -29,7 +29,6 @@ from typing import Any
 import platformdirs
 import tomli_w
 
-from llmsched.profiles.gpus import same_gpu
 from llmsched.profiles.toml_files import (
     ProfileError,
     Scalar,
@@ -87,33 +86,6 @@ def profile_path(name_or_path: str) -> Path:
 
 def list_profiles() -> list[str]:
     return names_in(profile_dir())
-
-
-def same_model(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Return True if two [model] tables have the same digest, or the same name if one of them has no digest."""
-    key = "digest" if "digest" in one and "digest" in other else "name"
-    return one.get(key) == other.get(key)
-
-
-def device_changes(before: Mapping[str, Scalar], now: Mapping[str, Scalar]) -> list[tuple[str, Scalar, Scalar]]:
-    """Compare two [device] tables. Return (property in words, value before, value now) for each difference."""
-    # A property that one of the tables lacks counts as equal. The number of cores matters only for a CPU.
-    words = {"name": "device", **({"cores": "number of cores"} if now.get("kind") == "cpu" else {})}
-    both = [(text, before[key], now[key]) for key, text in words.items() if key in before and key in now]
-    return [(text, was, is_now) for text, was, is_now in both if not same_gpu(str(was), str(is_now))]
-
-
-def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) -> str | None:
-    """Return the name of the newest valid profile for this model and device, or None."""
-    found: dict[str, float] = {}
-    for name in list_profiles():
-        try:
-            profile = load_profile(name)
-        except ProfileError:
-            continue
-        if same_model(profile.model, model) and not device_changes(profile.device, device):
-            found[name] = profile.created.timestamp()
-    return max(found, key=lambda name: found[name], default=None)
 
 
 def load_profile(name_or_path: str) -> TunedProfile:

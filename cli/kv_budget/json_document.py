@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmsched.cli.kv_budget.analysis import BudgetAnalysis, any_fits
+from llmsched.cli.kv_budget.capacity import capacity_by_length, concurrency
 from llmsched.cli.options.flags import flag
 from llmsched.engine.architecture.geometry import LayerGroup
 from llmsched.engine.errors import spell
@@ -12,17 +13,9 @@ from llmsched.engine.memory.changes import step_sizes
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.profiles.gpus import GpuSpec
 
-PERCENTILES = (50, 90, 95, 99)
-#: Lengths for which capacity is reported besides max_model_len and the mean.
-_LENGTHS = (512, 2048, 8192, 32768, 131072)
-#: Preemption probabilities for which the largest number of sequences is reported.
-RISKS = (0.01, 0.05)
-#: Upper limit of the search for the largest number of sequences.
-_MOST_SEQS = 1 << 16
-
 
 def document(analysis: BudgetAnalysis) -> dict[str, Any]:
-    plan, mean, longest = analysis.plan, analysis.mean_len, analysis.plan.max_model_len
+    plan, mean = analysis.plan, analysis.mean_len
     return {
         "model": analysis.spec,
         "config_from": analysis.planner.origin,
@@ -53,11 +46,8 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
         "context": analysis.demand.length(plan) if analysis.has_demand else None,
         "mean_len": mean,
         "max_num_seqs_at_mean_len": None if mean is None else plan.num_seqs_at(mean),
-        "max_num_seqs_by_length": [
-            {"length": length, "blocks_each": plan.blocks_for(length), "max_num_seqs": plan.num_seqs_at(length)}
-            for length in sorted({*(size for size in _LENGTHS if size < longest), mean or longest, longest})
-        ],
-        "lengths": _concurrency(analysis),
+        "max_num_seqs_by_length": capacity_by_length(plan, mean),
+        "lengths": concurrency(analysis),
         "max_num_batched_tokens_cost": [
             {
                 **_attributes(step, "max_num_batched_tokens", "activation_bytes", "num_blocks"),
@@ -121,37 +111,6 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
         "max_num_seqs_admitted": plan.num_admitted_at(plan.max_model_len),
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "max_num_seqs": plan.max_num_seqs_limit,
-    }
-
-
-def _concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
-    """Return how many requests of `analysis.lengths` fit, and the probability that a step preempts a request."""
-    plan, lengths = analysis.plan, analysis.lengths
-    if lengths is None or not plan.fits or (kept := lengths.within(plan.max_model_len)) is None:
-        return None
-    from llmsched.engine.memory.concurrency import Occupancy
-
-    occupancy = Occupancy(kept, plan.layout, plan.num_blocks)
-
-    def at(count: int) -> dict[str, Any]:
-        return {"max_num_seqs": count, "preemption_probability": occupancy.preemption_probability(count)}
-
-    percentiles = {percent: kept.percentile(percent) for percent in PERCENTILES}
-    most = plan.max_num_seqs_limit if plan.state_bytes_per_seq else _MOST_SEQS
-    return {
-        "source": kept.source,
-        "requests": len(kept.prompts),
-        "refused": len(lengths.prompts) - len(kept.prompts),
-        "mean": kept.mean,
-        "cv": kept.variation,
-        "percentiles": [
-            {"percentile": percent, "length": length} | at(plan.num_seqs_at(length))
-            for percent, length in percentiles.items()
-        ],
-        "at_max_num_seqs": at(plan.max_num_seqs_limit),
-        "max_num_seqs_at_preemption_probability": [
-            {"preemption_probability": risk, "max_num_seqs": occupancy.most_seqs(risk, most)} for risk in RISKS
-        ],
     }
 
 

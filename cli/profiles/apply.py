@@ -1,23 +1,21 @@
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import fields
-from importlib.metadata import version
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.profiles.this_machine import device_table
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.plan import MemoryPlan, ratios
 from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import find_gpu
+from llmsched.profiles.profile_match import device_changes, same_model
 from llmsched.profiles.toml_files import ProfileError, Scalar, UnknownNameError
-from llmsched.profiles.tuned import TunedProfile, device_changes, load_profile, same_model, store_memory
+from llmsched.profiles.tuned import TunedProfile, load_profile, store_memory
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:
@@ -80,17 +78,6 @@ def _other_device(profile: TunedProfile, device: str, simulate: str | None) -> l
         except UnknownNameError:  # make_blueprint reports it
             now = {}
     return device_changes(profile.device, now)
-
-
-def device_table(device: str) -> dict[str, Scalar]:
-    """Return a profile's table [device] for this machine. Raises ConfigError for "cuda" if there is no such GPU."""
-    memory = device_memory(device)
-    return {"kind": memory.kind, "name": memory.name, "cores": os.cpu_count() or 0}
-
-
-def versions_table() -> dict[str, Scalar]:
-    packages = ("llmsched", "torch", "transformers")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def store_ratios(name_or_path: str, plan: MemoryPlan, config: EngineConfig) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmsched.cli.profiles.apply import versions_table
+from llmsched.cli.profiles.this_machine import versions_table
 from llmsched.cli.tune.explanation import conclusion, gain
 from llmsched.cli.tune.knees import RateReport
 from llmsched.cli.tune.knobs import KNOBS

@@ -16,7 +16,8 @@ from llmsched.cli.figures.client_lag import BUSY
 from llmsched.cli.load.load import Load
 from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.options.flags import flag
-from llmsched.cli.profiles.apply import device_table, profile_settings
+from llmsched.cli.profiles.apply import profile_settings
+from llmsched.cli.profiles.this_machine import device_table
 from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
 from llmsched.cli.tune.knees import MEASURED_TOLERANCE, SIMULATED_TOLERANCE, KneeFinder, RateReport, scalable
 from llmsched.cli.tune.knob_search import SearchSpace
@@ -37,8 +38,8 @@ from llmsched.engine.memory.planner import DEFAULT_TOKEN_BUDGET, model_name, ope
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 from llmsched.profiles.calibrated import LOCAL
+from llmsched.profiles.profile_match import latest_profile
 from llmsched.profiles.toml_files import Scalar
-from llmsched.profiles.tuned import latest_profile
 
 #: Numbers of full runs that a search needs: usually _FULL_RUNS, but _ALL_RUNS for a simulation without short runs.
 _FULL_RUNS, _ALL_RUNS = 10, 25

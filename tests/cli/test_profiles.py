@@ -13,13 +13,15 @@ from command_line import CommandLine
 
 from llmsched.cli.options.engine_flags import EngineOptions
 from llmsched.cli.profiles import apply as profile_module
-from llmsched.cli.profiles.apply import device_table, profile_warnings, with_profile
+from llmsched.cli.profiles.apply import profile_warnings, with_profile
+from llmsched.cli.profiles.this_machine import device_table
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, save_calibration
-from llmsched.profiles.tuned import TunedProfile, latest_profile, save_profile
+from llmsched.profiles.profile_match import latest_profile
+from llmsched.profiles.tuned import TunedProfile, save_profile
 
 ONE = TunedProfile(
     engine={"max_num_batched_tokens": 256, "max_num_seqs": 8, "headroom": 0.1},
