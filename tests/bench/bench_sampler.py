@@ -19,7 +19,6 @@ from rich.table import Table
 
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.executor.batch import pack
 from llmsched.engine.executor.sampler import Sampler
 from llmsched.engine.request import SamplingParams, Sequence
 
@@ -57,11 +56,11 @@ def main() -> None:
     table = Table("batch", "forward ms", *SAMPLINGS, *(f"{name}, 128k" for name in SAMPLINGS))
     generator = torch.Generator().manual_seed(0)
     for batch in BATCHES:
-        packed = pack(executor.rehearsal([(256, 1)] * batch).rows, config.block_size)
+        forward = partial(executor.logits, executor.rehearsal([(256, 1)] * batch).rows)
         large = (torch.randn(batch, LARGE_VOCABULARY, generator=generator) * 2.5).bfloat16()
         with torch.inference_mode():
-            contenders: dict[str, Callable[[], object]] = {"forward": partial(executor._forward, packed)}
-            for suffix, logits in (("", executor._forward(packed)), (", 128k", large)):
+            contenders: dict[str, Callable[[], object]] = {"forward": forward}
+            for suffix, logits in (("", forward()), (", 128k", large)):
                 for name, sampling in SAMPLINGS.items():
                     rows = [Sequence(str(row), [0], 1, sampling, row, frozenset()) for row in range(batch)]
                     contenders[name + suffix] = partial(sample, logits, rows)
