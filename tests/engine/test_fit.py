@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+from alike import PROMPTS, assert_same
+from engines import generate_all, sampling
+from fake_graphs import FakeRecorder
 
 from llmsched.engine import build
 from llmsched.engine.architecture.geometry import Geometry, LayerGroup
@@ -15,8 +19,9 @@ from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.memory.graph_memory import CapturedGraphs
+from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.planner import plan_memory
 from llmsched.engine.progress import silent
@@ -147,6 +152,41 @@ def test_enforce_eager_captures_and_plans_no_graphs() -> None:
     assert measured.graphs is None
     assert before.graph_bytes == plan.graph_bytes == 0
     assert plan.num_blocks == blocks_beside(plan, executor, before.activation_bytes)
+
+
+def test_an_engine_that_is_built_as_on_a_gpu_serves_with_graphs(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device says that it is a GPU. Its memory is invented, and its graphs are fake."""
+    config = EngineConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu", max_num_seqs=6, swap_space=MIB)
+    params = [sampling(max_tokens=12, temperature=0.5 * (index % 2), seed=3) for index in range(8)]
+    wanted = [*zip(PROMPTS, params, strict=True)]
+    expected = generate_all(build.build_engine(replace(config, num_gpu_blocks_override=200)), *wanted)
+    recorder, threads = FakeRecorder(), set()
+    capture = TorchExecutor.capture
+
+    def captured(executor: TorchExecutor, *arguments: Any) -> CapturedGraphs | None:
+        threads.add(threading.current_thread().name)
+        return capture(executor, *arguments, record=recorder)
+
+    monkeypatch.setattr(TorchExecutor, "capture", captured)
+    monkeypatch.setattr(TorchExecutor, "reserved_bytes", lambda executor: 3 * MIB + executor.kv_cache_bytes)
+    monkeypatch.setattr(TorchExecutor, "used_bytes", lambda executor: 40 * MIB + getattr(executor, "kv_cache_bytes", 0))
+    monkeypatch.setattr(build, "device_memory", lambda _: DeviceMemory("cuda", "test GPU", 520 * MIB))
+    monkeypatch.setattr(build, "starts_empty", lambda _: False)
+    engine = build.build_engine(config)
+    assert engine.plan is not None
+    assert engine.plan.measured is not None
+    assert engine.plan.measured.context == 37 * MIB
+    assert engine.plan.measured.graphs is not None
+    assert engine.plan.measured.graphs.num_graphs == len(graph_sizes(6)) == 4
+    executor: Any = engine.executor
+    assert executor.num_blocks == engine.plan.num_blocks == engine.scheduler.kv.pool.num_blocks > build.WARMUP_BLOCKS
+    assert engine.scheduler.kv.swap.num_blocks > 0
+    assert threads == {"llmsched-warm-up"}
+    recorder.replays.clear()
+    assert_same(generate_all(engine, *wanted), expected)
+    assert set(recorder.replays) == {1, 2, 6}  # six requests run at first, then two, then one
 
 
 def test_an_error_in_the_warm_up_thread_reaches_the_caller() -> None:
