@@ -180,6 +180,14 @@ def _preempted(details: dict[str, Any]) -> str:
     return f"{reason}; {details['lost_tokens']} tokens to recompute, about {cost}"
 
 
+def _computed(details: dict[str, Any]) -> str:
+    words = f"up to token {details['up_to']} of {details['of']}"
+    if details.get("reason") != "itl":
+        return words
+    within, decoding = render.human_seconds(details["step_ms"] / 1e3), details["decoding"]
+    return f"{words}; each step is kept within {within} for the tokens of {decoding} decoding requests"
+
+
 #: Functions that put the details of a scheduler's decision or of a client's event into words, by the name of the entry.
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "queued": lambda d: f"{d['ahead']} waiting, {d['running']} running",
@@ -189,7 +197,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "does not fit": _does_not_fit,
     "admitted": _admitted,
     "preempted": _preempted,
-    "computed": lambda d: f"up to token {d['up_to']} of {d['of']}",
+    "computed": _computed,
     "longest stall": lambda d: f"{render.human_seconds(d['lasted_ms'] / 1e3)} without a token",
     "failed": lambda d: f"{d['reason']}: {d['detail']}" if d["detail"] else str(d["reason"]),
     "complete": lambda d: f"{d['output_tokens']} tokens",

@@ -66,7 +66,7 @@ _GAUGES: Mapping[str, str] = {
     "swap_space_usage_perc": "Share of swap_space that preempted requests take; 1 is all.",
     "kv_headroom_perc": "Share of KV blocks that admission keeps free; 1 is all.",
     "max_running_requests": "Concurrency limit; preemptions lower it.",
-    "step_token_budget": "Token limit of the latest step; target_itl can lower it.",
+    "step_token_budget": "Token limit of the latest step; it is lowered to keep ITL short (see target_itl).",
     "kv_blocks_pinned": "KV blocks that pinned prefixes hold.",
     "prefix_cache_changing_prompts": (
         "Share of the latest requests whose prompts differ at one early token and are alike after it, which the prefix "

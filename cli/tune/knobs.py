@@ -31,7 +31,7 @@ class Setting:
     max_num_batched_tokens: int
     max_num_seqs: int
     headroom: float = _DEFAULT.headroom
-    target_itl: float | None = _DEFAULT.target_itl  # seconds; None: off
+    target_itl: float | None = _DEFAULT.target_itl  # seconds; None: auto, the default pace
 
 
 #: Names of the knobs, in search order.
@@ -103,7 +103,7 @@ def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list
 
 
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
-    """Return `setting`, then copies with a target_itl that is off or derived from the SLOs for ITL and TPOT.
+    """Return `setting`, then copies with a target_itl that is auto or derived from the SLOs for ITL and TPOT.
 
     Each target_itl is combined with the token budget of `setting` and with the budget `largest`.
     """
@@ -132,5 +132,5 @@ def describe(setting: Setting, others: Sequence[Setting]) -> str:
 
 def knob_in_words(knob: str, value: int | float | None) -> str:
     if value is None:
-        return "off"
+        return "auto"
     return f"{value * 1e3:g} ms" if knob == "target_itl" else f"{value:g}" if isinstance(value, float) else str(value)

@@ -12,7 +12,7 @@ from llmsched.engine.executor.base import StepPlan
 #: Number of steps after which a step's weight in the fit of StepTimeModel has halved.
 HALF_LIFE = 200
 #: Number of steps before the fit of StepTimeModel is trusted.
-MIN_STEPS = 16
+MIN_STEPS = 4
 
 
 class StepShape(NamedTuple):
@@ -126,7 +126,9 @@ class StepTimeModel:
     """
 
     def __init__(self) -> None:
-        self._scale = np.array([1.0, 1e3, 1e2, 1e5])
+        # What steps of one shape leave open is attributed to the terms that these scales make large, first to prefills.
+        # So the first guess of the time of decodes alone is low, which makes the next step differ.
+        self._scale = np.array([1.0, 32.0, 1e2, 1e5])
         self._gram = np.zeros((4, 4))
         self._moment = np.zeros(4)
         self._coefficients: np.ndarray | None = None

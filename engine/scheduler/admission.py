@@ -85,6 +85,11 @@ class Admission:
             return False
         return self._epoch != self._stuck_epoch or self._kv.pool.num_available > self._stuck_available
 
+    @property
+    def num_startable(self) -> int:
+        """Number of waiting requests that have a place among the running ones; 0 if none fits now."""
+        return min(len(self._waiting), self.control.max_running - len(self._running)) if self.worth_trying else 0
+
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
         """Admit short requests until `lane` tokens of the step are used. Return the admitted requests."""
         admitted: list[Request] = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from llmsched.engine.config import BASELINE, ResolvedConfig
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, RequestStatus
-from llmsched.engine.scheduler.scheduler import Scheduler
+from llmsched.engine.scheduler.scheduler import Demand, Scheduler
 from llmsched.engine.scheduler.token_budget import StepBuilder
 from llmsched.engine.scheduler.waiting_queue import WaitReason
 
@@ -34,7 +34,7 @@ class StaticScheduler(Scheduler):
     and each token is emitted immediately, so the baseline is faster than most real static batching.
     """
 
-    def _secure_memory(self) -> bool:
+    def _secure_memory(self, demand: Demand) -> bool:
         for request in self.running:
             self.kv.grow(request)
         return False

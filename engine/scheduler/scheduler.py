@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Unpack, cast
@@ -26,6 +26,14 @@ class Update(NamedTuple):
     request: Request
     start: int  # position of the first token that the step computed
     result: RowResult
+
+
+class Demand(NamedTuple):
+    """What running requests and the first waiting one need before a step."""
+
+    growing: list[Request]  # running requests that need more blocks for their tokens
+    missing: int  # number of these blocks
+    victim: Request | None  # running request whose place the first waiting request takes, as that is of a higher class
 
 
 #: The same as Update(*fields) in half the time.
@@ -124,26 +132,30 @@ class Scheduler:
 
         The plan has no rows if nothing can be computed before the step in flight is settled.
         """
-        if self._in_flight is not None and self._needs_results():
+        self.admission.control.step_limit = self.pacer.limit
+        demand = self._demand()
+        if self._in_flight is not None and self._needs_results(demand):
             return StepPlan(())
         self.expire_pins()
         self.admission.new_step()
-        self.admission.control.step_limit = self.pacer.limit
-        preempted = self._secure_memory() or self._has_abandoned
+        preempted = self._secure_memory(demand) or self._has_abandoned
         self._has_abandoned = False
-        if not preempted and self.admission.is_full and self.waiting:
+        if not preempted and demand.victim is not None:
             first = self.waiting.first
-            if (victim := self.preemption.choose_victim_for(first, self.running)) is not None:
-                demand = self.kv.layout.num_blocks(first.num_tokens + self.predictor.remaining(first))
-                self._preempt(victim, "class", demand)
-                preempted = True
+            num_blocks = self.kv.layout.num_blocks(first.num_tokens + self.predictor.remaining(first))
+            self._preempt(demand.victim, "class", num_blocks)
+            preempted = True
         decodes: list[Request] = []
         behind: list[Request] = []
         for request in self.running:
-            num_tokens = len(request.token_ids) + request.num_pending_tokens
-            one_behind = num_tokens - request.num_computed_tokens == 1
-            (decodes if one_behind else behind).append(request)
-        step = StepBuilder(self.pacer.next_budget(self.running, len(decodes)), self.kv, self.ledger)
+            uncomputed = len(request.token_ids) + request.num_pending_tokens - request.num_computed_tokens
+            if uncomputed == 1:
+                decodes.append(request)
+            elif uncomputed:
+                behind.append(request)
+        num_prefills = len(behind) + self.admission.num_startable
+        budget = self.pacer.next_budget(self.running, len(decodes), num_prefills)
+        step = StepBuilder(budget, self.kv, self.ledger, self.pacer.pace)
         step.decode(decodes)
         behind.sort(key=lambda r: (r.rank, r.request_id))
         self._prefill(step, behind, admit=self.admission.worth_trying and (not preempted or not self.running))
@@ -153,29 +165,34 @@ class Scheduler:
         finished, self._finished = self._finished, []
         return StepPlan(rows, finished, self.kv.copies.take(), *self.kv.swap.take())
 
-    def _needs_results(self) -> bool:
+    def _demand(self) -> Demand:
+        growing = [r for r in self.running if len(r.token_ids) + r.num_pending_tokens > r.table.capacity]
+        missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
+        victim = None
+        if self.admission.is_full and self.waiting:
+            victim = self.preemption.choose_victim_for(self.waiting.first, self.running)
+        return Demand(growing, missing, victim)
+
+    def _needs_results(self, demand: Demand) -> bool:
         """Return True if the next plan must wait until the step in flight is settled."""
         # A reason is a possible preemption: pending tokens could not be computed again, and the results may end a
         # request, which frees its blocks. Another reason are penalties that depend on pending tokens.
+        if demand.victim is not None:
+            return True
         if any(request.num_pending_tokens and request.sampling.has_penalties for request in self.running):
             return True
-        full = self.admission.is_full and self.waiting
-        if full and self.preemption.choose_victim_for(self.waiting.first, self.running) is not None:
-            return True
-        growing = _growing(self.running)
-        missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
         # In sliding-window layers, a request may need one block more until `settle` releases one.
-        return missing + self.kv.layout.window_groups * len(growing) > self.kv.pool.num_available
+        spare = self.kv.layout.window_groups * len(demand.growing)
+        return demand.missing + spare > self.kv.pool.num_available
 
     def _wait_reason(self, step: StepBuilder) -> WaitReason:
         if self.admission.is_full:
             return WaitReason.MAX_RUNNING
         return WaitReason.STEP if step.left <= 0 else self.admission.first_lacks
 
-    def _secure_memory(self) -> bool:
+    def _secure_memory(self, demand: Demand) -> bool:
         """Give running requests blocks for all their tokens. Return True if requests were preempted for this."""
-        growing = _growing(self.running)
-        missing = sum(request.table.num_growing(request.num_tokens) for request in growing)
+        growing, missing, _ = demand
         preempted = False
         while missing > self.kv.pool.num_available:
             victim = self.preemption.choose_victim(self.running)
@@ -341,10 +358,6 @@ class Scheduler:
 
 def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool]]:
     return cast("Sequence[tuple[Request, int, int, object, bool]]", plan.rows)
-
-
-def _growing(requests: Iterable[Request]) -> list[Request]:
-    return [r for r in requests if len(r.token_ids) + r.num_pending_tokens > r.table.capacity]
 
 
 def _reason_to_end(request: Request, token_id: int | None) -> FinishReason | None:

@@ -140,8 +140,8 @@ def long_prompt() -> None:
         return [*some, request("long", prompt(rng, 20_000), 4.0, 10)]
 
     runs = {
-        "8192 tokens": SimRun(load(), 20_000, {}, max_num_batched_tokens=8192),
-        "target 30 ms": SimRun(load(), 20_000, {}, max_num_batched_tokens=8192, target_itl=0.030),
+        "whole steps": SimRun(load(), 20_000, {}, max_num_batched_tokens=8192, target_itl=60.0),
+        "default": SimRun(load(), 20_000, {}, max_num_batched_tokens=8192),
     }
 
     def gaps(run: SimRun) -> list[float]:

@@ -202,6 +202,11 @@ LOST = MISSED | {"prefix": "evicted", "known_tokens": 0}
             "a request of higher priority needed its room; 6 blocks swapped to host memory, about 1.25 ms out and back",
         ),
         ("computed", {"up_to": 50, "of": 50}, "up to token 50 of 50"),
+        (
+            "computed",
+            {"up_to": 50, "of": 256, "reason": "itl", "step_ms": 228.0, "decoding": 8},
+            "up to token 50 of 256; each step is kept within 228 ms for the tokens of 8 decoding requests",
+        ),
         ("finished", {"reason": "stop", "output_tokens": 9}, "stop, 9 tokens"),
         ("something new", {"odd_number": 3}, "odd number 3"),
     ],

@@ -117,5 +117,5 @@ def test_knobs_are_read_and_ordered() -> None:
 def test_a_setting_is_described_by_what_differs() -> None:
     one, other = Setting(64, 8, target_itl=0.05), Setting(32, 8)
     assert describe(one, [one, other]) == "max_num_batched_tokens 64, target_itl 50 ms"
-    assert describe(other, [one, other]) == "max_num_batched_tokens 32, target_itl off"
+    assert describe(other, [one, other]) == "max_num_batched_tokens 32, target_itl auto"
     assert describe(one, [one]) == "max_num_batched_tokens 64"
