@@ -12,7 +12,7 @@ import pytest
 from command_line import CommandLine
 
 from llmsched.cli.options.engine_flags import EngineOptions
-from llmsched.cli.profiles import apply as profile_module
+from llmsched.cli.profiles import this_machine
 from llmsched.cli.profiles.apply import profile_warnings, with_profile
 from llmsched.cli.profiles.this_machine import device_table
 from llmsched.engine.config import EngineConfig
@@ -182,9 +182,9 @@ def test_a_gpu_is_known_by_either_of_its_names(command: CommandLine, monkeypatch
     save_profile(replace(ONE, device={"kind": "cuda", "name": "NVIDIA H100 SXM5 80GB"}), "far")
     config = EngineConfig("demo")
     driven = DeviceMemory("cuda", "NVIDIA H100 80GB HBM3", 1 << 36)
-    monkeypatch.setattr(profile_module, "device_memory", lambda device: driven)
+    monkeypatch.setattr(this_machine, "device_memory", lambda device: driven)
     assert profile_warnings("far", config) == []
-    monkeypatch.setattr(profile_module, "device_memory", lambda device: replace(driven, name="NVIDIA H200"))
+    monkeypatch.setattr(this_machine, "device_memory", lambda device: replace(driven, name="NVIDIA H200"))
     assert "another device: NVIDIA H100 SXM5 80GB, not NVIDIA H200" in profile_warnings("far", config)[0]
     assert profile_warnings("far", config, "h100:vllm") == []
     assert "not NVIDIA L4" in profile_warnings("far", config, "l4")[0]
