@@ -32,9 +32,9 @@ RotaryArguments = arguments_type(
     sizes=("tokens", "heads", "kv_heads", "head_dim", "rotated", "by_group", "num_blocks", "block_size"),
     floats=("eps", "offset"),
 )
-ActivationArguments = arguments_type(
-    addresses=("rows", "output"), sizes=("tokens", "parts", "size", *get_args(Activation))
-)
+ActivationArguments = arguments_type(addresses=("rows", "output"), sizes=("tokens", "parts", "size", "activation"))
+NUMBERS: dict[Activation, int] = {name: number for number, name in enumerate(get_args(Activation))}
+SILU, GELU = NUMBERS["silu"], NUMBERS["gelu"]
 
 
 def add_norm(
@@ -233,19 +233,18 @@ def rotate(row: Any, cos: Any, sin: Any, output: Any) -> None:
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    return activate(gate_up.view(len(gate_up), 2, gate_up.shape[1] // 2), activation)
+    return activate(gate_up, 2, activation)
 
 
 def activated(rows: Tensor, activation: Activation) -> Tensor:
-    return activate(rows[:, None], activation)
+    return activate(rows, 1, activation)
 
 
-def activate(rows: Tensor, activation: Activation) -> Tensor:
-    """Return activation(rows[:, 0]). If `rows` is [tokens, 2, size], multiply the result by rows[:, 1]."""
-    tokens, parts, size = rows.shape
+def activate(rows: Tensor, parts: int, activation: Activation) -> Tensor:
+    """Return the activation of the first part of each row, multiplied by the second part if there are two parts."""
+    tokens, size = rows.shape[0], rows.shape[1] // parts
     output = rows.new_empty(tokens, size)
-    chosen = [activation == name for name in get_args(Activation)]
-    arguments = ActivationArguments(rows.data_ptr(), output.data_ptr(), tokens, parts, size, *chosen)
+    arguments = ActivationArguments(rows.data_ptr(), output.data_ptr(), tokens, parts, size, NUMBERS[activation])
     body = activation_body(ELEMENTS[rows.dtype])
     run(body, arguments, parallel=tokens > 1 and tokens * size >= PARALLEL_ELEMENTS)
     return output
@@ -262,9 +261,9 @@ def activation_body(element: np.dtype[Any]) -> Any:
         first, end = own_part(a.tokens, thread_num(), a.num_threads)
         for token in range(first, end):
             gate, up = rows[token, 0], rows[token, a.parts - 1]
-            if a.silu != 0:
+            if a.activation == SILU:
                 silu_row(gate, up, has_gate, output[token])
-            elif a.gelu != 0:
+            elif a.activation == GELU:
                 gelu_row(gate, up, has_gate, output[token])
             else:
                 gelu_tanh_row(gate, up, has_gate, output[token])
@@ -272,27 +271,49 @@ def activation_body(element: np.dtype[Any]) -> Any:
     return body
 
 
+# LLVM vectorises these loops only if each is as simple as this.
 @jit()
 def silu_row(gate: Any, up: Any, has_gate: bool, output: Any) -> None:
-    for i in range(output.shape[0]):
-        x = to_float32(gate[i])
-        decay = exp32(-abs(x))
-        sigmoid = (decay if x < np.float32(0) else np.float32(1)) / (np.float32(1) + decay)
-        put(output, i, x * sigmoid * (to_float32(up[i]) if has_gate else np.float32(1)))
+    if has_gate:
+        for i in range(output.shape[0]):
+            put(output, i, silu(to_float32(gate[i])) * to_float32(up[i]))
+    else:
+        for i in range(output.shape[0]):
+            put(output, i, silu(to_float32(gate[i])))
 
 
 @jit()
 def gelu_row(gate: Any, up: Any, has_gate: bool, output: Any) -> None:
-    for i in range(output.shape[0]):
-        x = to_float32(gate[i])
-        y = np.float32(0.5) * x * (np.float32(1) + erf32(np.float32(0.7071067811865476) * x))
-        put(output, i, y * (to_float32(up[i]) if has_gate else np.float32(1)))
+    if has_gate:
+        for i in range(output.shape[0]):
+            put(output, i, gelu(to_float32(gate[i])) * to_float32(up[i]))
+    else:
+        for i in range(output.shape[0]):
+            put(output, i, gelu(to_float32(gate[i])))
 
 
 @jit()
 def gelu_tanh_row(gate: Any, up: Any, has_gate: bool, output: Any) -> None:
-    for i in range(output.shape[0]):
-        x = to_float32(gate[i])
-        inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
-        y = np.float32(0.5) * x * (np.float32(1) + tanh32(inner))
-        put(output, i, y * (to_float32(up[i]) if has_gate else np.float32(1)))
+    if has_gate:
+        for i in range(output.shape[0]):
+            put(output, i, gelu_tanh(to_float32(gate[i])) * to_float32(up[i]))
+    else:
+        for i in range(output.shape[0]):
+            put(output, i, gelu_tanh(to_float32(gate[i])))
+
+
+@jit()
+def silu(x: Any) -> Any:
+    decay = exp32(-abs(x))
+    return x * ((decay if x < np.float32(0) else np.float32(1)) / (np.float32(1) + decay))
+
+
+@jit()
+def gelu(x: Any) -> Any:
+    return np.float32(0.5) * x * (np.float32(1) + erf32(np.float32(0.7071067811865476) * x))
+
+
+@jit()
+def gelu_tanh(x: Any) -> Any:
+    inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+    return np.float32(0.5) * x * (np.float32(1) + tanh32(inner))
