@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,23 +15,40 @@ _TURN_S = 0.01
 
 
 class PreparationTurns:
-    """Threads that parse and tokenise requests in turns: a request whose turn is over goes to the end of the queue."""
+    """Threads that parse and tokenise requests in turns: a request whose turn is over goes to the end of the queue.
+
+    After a turn of a large request, its thread rests for as long as the turn took. Parsing keeps the GIL, and a step of
+    the engine, which needs the GIL for each kernel, would hardly advance between two such turns.
+    """
 
     def __init__(self) -> None:
         num_threads = max(1, min(3, (os.cpu_count() or 1) // 2 - 1))
         # Large requests have threads of their own, so that small ones never wait for them.
         self._small = ThreadPoolExecutor(num_threads + 1, thread_name_prefix="llmsched-prepare")
         self._large = ThreadPoolExecutor(num_threads, thread_name_prefix="llmsched-prepare-large")
+        self._resting = threading.local()
 
     async def collect(self, work: Iterator[T], *, large: bool) -> list[T]:
         """Advance the iterator `work` in threads and return its items. If cancelled, stop after the present turn."""
-        loop, threads = asyncio.get_running_loop(), self._large if large else self._small
+        loop = asyncio.get_running_loop()
+        threads, advance = (self._large, self._rest_and_advance) if large else (self._small, _advance)
         items: list[T] = []
         done = False
         while not done:
-            part, done = await loop.run_in_executor(threads, _advance, work)
+            part, done = await loop.run_in_executor(threads, advance, work)
             items += part
         return items
+
+    def _rest_and_advance(self, work: Iterator[T]) -> tuple[list[T], bool]:
+        begun = time.monotonic()
+        if (left := getattr(self._resting, "until", begun) - begun) > 0:
+            time.sleep(left)
+            begun = time.monotonic()
+        try:
+            return _advance(work)
+        finally:
+            end = time.monotonic()
+            self._resting.until = end + (end - begun)
 
 
 def _advance(work: Iterator[T]) -> tuple[list[T], bool]:
