@@ -314,10 +314,10 @@ class Connection(HttpToolsProtocol):
 
 def _write_now(connection: Connection, part: bytes) -> bool:
     """Write a part of an answer at once. Return False, and write nothing, if the answer is not chunked or must wait."""
-    cycle = connection.cycle
-    if connection.pipeline or connection.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+    cycle, transport = connection.cycle, connection.transport
+    if connection.pipeline or connection.flow.write_paused or transport.is_closing() or not cycle.chunked_encoding:
         return False
-    connection.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    transport.write(b"%x\r\n%b\r\n" % (len(part), part))
     return True
 
 

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import attacks
 import pytest
@@ -72,6 +73,26 @@ def test_a_client_that_is_behind_now_and_then_gets_everything_in_order(
         connection.sendall(post(streamed=True, max_tokens=260).replace(b"localhost", b"localhost\r\nConnection: close"))
         assert answers(connection) == [(200, "abcdefghijklmnopqrstuvwxyz" * 10)]
     assert next(calls) > 3
+
+
+def test_nothing_is_written_to_a_client_that_has_left(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would log a warning for each of the tokens that one turn of the event loop delivers."""
+    write_now, written = connections._write_now, []
+
+    def after_it_left(connection: connections.Connection, part: bytes) -> bool:
+        connection.transport.abort()
+        written.append(write_now(connection, part))
+        return written[-1]
+
+    monkeypatch.setattr(connections, "_write_now", after_it_left)
+    monkeypatch.setattr(server.script, "step_s", 0.01)
+    with attacks.connected(server.url) as connection:
+        connection.sendall(post(streamed=True, max_tokens=200).replace(b"localhost", b"localhost\r\nConnection: close"))
+        with suppress(ConnectionResetError):
+            while connection.recv(1 << 16):
+                pass
+    assert written
+    assert not any(written)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
