@@ -243,7 +243,8 @@ class TorchExecutor(Executor):
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
         sizes = (max_num_batched_tokens, max_num_seqs, max_model_len)
-        num_bytes = step_bytes(*sizes, self.layout.num_groups, self.block_size)
+        num_shapes = len(set(self._model.attention))
+        num_bytes = step_bytes(*sizes, self.layout.num_groups, self.block_size, num_shapes)
         self._graphs = None
         with torch.cuda.stream(self._stream):
             self._buffers = StepBuffers(self.device, min(num_bytes, MAX_STEP_BYTES))

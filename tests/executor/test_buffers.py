@@ -111,12 +111,13 @@ def test_steps_that_are_computed_after_the_next_was_packed(graphs: bool) -> None
 
 
 def test_the_largest_step_fits() -> None:
-    tokens, rows, context, groups, block_size = 2048, 128, 8192, 2, 16
-    num_bytes = step_bytes(tokens, rows, context, groups, block_size)
+    tokens, rows, context, groups, block_size = 128, 128, 8192, 2, 16
+    num_bytes = step_bytes(tokens, rows, context, groups, block_size, num_shapes=30)
     buffers = StepBuffers(CPU, num_bytes)
     buffers.begin()
     shapes = [((tokens,), 8), ((tokens,), 8), ((groups, tokens), 8), ((rows + 1,), 4), ((rows,), 4)]
     shapes += [((groups, rows, context // block_size), 4), ((tokens,), 8), ((6, rows), 8), ((rows,), 8), ((rows,), 8)]
+    shapes += [((rows + 296, 8), 4), ((148, 4), 4)] * 30  # work lists on 148 multiprocessors with one KV head
     for shape, size in shapes:
         buffers.put(np.zeros(shape, {8: np.int64, 4: np.int32}[size]))
     assert not buffers._large
