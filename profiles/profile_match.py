@@ -1,4 +1,4 @@
-"""Comparison of tuned profiles with a model and a device: which profile suits them."""
+"""Search for the tuned profile that suits a model and a device."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def step_bytes(
 ) -> int:
     """Return the bytes that the arrays of the largest step take.
 
-    `num_shapes` is the number of different shapes of attention. Their work lists always fit in steps of decodes.
+    `num_shapes` is the number of different attention shapes. In steps of decodes, the work lists of all shapes fit.
     """
     works = num_shapes * (num_seqs * 32 + WORK_BYTES)
     tables = 4 * num_groups * num_seqs * -(-max_context // block_size)

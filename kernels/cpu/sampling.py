@@ -83,7 +83,10 @@ def order_key(element: Any) -> Any:
 
 @jit()
 def survey(logits: Any, chunks: Any) -> int:
-    """Return the lowest id with the best logit, -1 if the logit is not finite. Store extreme keys in `chunks`."""
+    """Return the lowest id with the best logit, or -1 if the logit is not finite.
+
+    The highest and the lowest key of each chunk are stored in `chunks`.
+    """
     width = logits.shape[0]
     best, worst = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
     for chunk in range(chunks.shape[1]):
