@@ -173,6 +173,7 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
         layout=loaded.layout,
         model_impl=loaded.model_impl,
     )
+    executor.capture(max(map(len, case.waves)), config.max_model_len)  # on a GPU, as serve does
     kv = make_kv(config, case.num_blocks, swap, loaded.layout)
     return Engine(config, loaded.info, loaded.tokenizer, executor, kv), executor
 

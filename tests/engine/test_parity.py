@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from engines import EOS, PARITY_CHECKS, generate, make_engine, prompt, sampling, tokenizer
+from fake_graphs import FakeRecorder
 from tiny_models import ARCHITECTURES, MAX_POSITION, VOCAB_SIZE, build_model
 
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor import sampler, torch_executor
+from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv import manager
 from llmsched.engine.kv.prefix_cache import PrefixCache
 from llmsched.engine.kv.prefix_tree import NO_HIT
@@ -70,6 +72,13 @@ def test_bfloat16_outputs_are_equal_up_to_rounding(arch: str) -> None:
     report = compare(arch, torch.bfloat16)
     assert report.ok
     assert all(parting.explained for check in report.checks for parting in check.divergences)
+
+
+def test_graphs_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, capture = FakeRecorder(), TorchExecutor.capture
+    monkeypatch.setattr(TorchExecutor, "capture", lambda *arguments: capture(*arguments, record=recorder))
+    assert check_parity(subject("llama"), num_prompts=2, num_tokens=6).ok
+    assert len(set(recorder.replays)) > 2
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
