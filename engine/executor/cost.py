@@ -11,6 +11,8 @@ from llmsched.engine.executor.base import StepPlan
 
 #: Number of steps after which a step's weight in the fit of StepTimeModel has halved.
 HALF_LIFE = 200
+#: StepTimeModel is fitted again after every step at first, and later after every REFIT-th.
+REFIT = 4
 #: Number of steps before the fit of StepTimeModel is trusted.
 MIN_STEPS = 4
 
@@ -143,8 +145,9 @@ class StepTimeModel:
         x = self._terms(shape)
         self._gram = self._gram * self._forget + np.outer(x, x)
         self._moment = self._moment * self._forget + x * seconds
-        self._coefficients = None
         self.num_steps += 1
+        if self.num_steps < 8 * REFIT or self.num_steps % REFIT == 0:
+            self._coefficients = None
 
     def predict(self, shape: StepShape) -> float:
         return float(self._fit() @ self._terms(shape))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
-from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of
+from llmsched.engine.executor.cost import StepShape, StepTimeModel
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Detail, Ledger
@@ -60,7 +60,7 @@ class Pacer:
         target = self._target
         if target is None and not num_prefills:
             return self.limit
-        kv_tokens = sum(request.num_tokens for request in running)
+        kv_tokens = sum([len(request.token_ids) for request in running])
         if target is None:
             alone = self.model.predict(StepShape(0, num_decodes, kv_tokens))
             target = max(LEAST_TARGET, alone * (1 + max(EXTRA, EXTRA_SHARED * num_prefills / num_decodes)))
@@ -91,7 +91,10 @@ class Pacer:
         has_prefills = bool(plan.rows) and plan.rows[-1].num_tokens > 1  # decodes are the first rows
         is_due = has_prefills or not self.model.trusted or self._num_steps % LEARN_EVERY == 0
         if is_due and not self._is_baseline:
-            self.model.learn(shape_of(plan), seconds)
+            counts = [row.num_tokens for row in plan.rows]
+            prefills = [count for count in counts if count > 1]
+            kv_tokens = sum([row.start for row in plan.rows]) + sum(counts)
+            self.model.learn(StepShape(sum(prefills), len(counts) - len(prefills), kv_tokens), seconds)
         if self.limit < self._most:
             self._calm_steps += 1
             if self._calm_steps >= self._raise_after:
