@@ -12,8 +12,6 @@ EVERYTHING = SamplingParams(
 )
 #: Sampling parameters whose rows are sampled from the model's logits as they are.
 PLAIN = SamplingParams(temperature=1.0, top_p=0.95)
-#: Number of tokens of a long context. Attention divides the keys of one such sequence among several programs.
-LONG_CONTEXT = 1024
 
 
 class WarmupStep(NamedTuple):
@@ -25,7 +23,7 @@ class WarmupStep(NamedTuple):
 def warmup_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[WarmupStep]:
     """Return steps that together compile all variants of all kernels and reach the peak of memory."""
     # The first two are the step with the most tokens and the step with the most decodes that the scheduler may plan.
-    # The others have one sequence: a decode and the smallest prefill, each with a short and with a long context.
+    # The others have one sequence: a decode and the smallest prefill.
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     num_tokens = min(max_num_batched_tokens, num_rows * max_model_len)
     lengths = [(num_tokens + row) // num_rows for row in range(num_rows)]
@@ -33,9 +31,7 @@ def warmup_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: 
         WarmupStep(f"prefill of {num_tokens} tokens", [(0, length) for length in lengths], EVERYTHING),
         WarmupStep(f"decode of {num_rows} sequences", [(0, 1)] * num_rows, EVERYTHING),
     ]
-    long = min(LONG_CONTEXT, max_model_len)
     for name, count in (("decode", 1), ("prefill", 2)):
         if count <= min(max_num_batched_tokens, max_model_len):
             steps.append(WarmupStep(f"short {name}", [(0, count)], PLAIN))
-            steps.append(WarmupStep(f"{name} of a long context", [(long - count, count)], PLAIN))
     return steps
