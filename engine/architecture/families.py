@@ -11,7 +11,7 @@ Switch = bool | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderParts:
+class FamilyTraits:
     """Parts of a decoder that differ between model families."""
 
     qkv_bias: Switch = False
@@ -34,16 +34,16 @@ class DecoderParts:
 class Family:
     """Models with the same model_type."""
 
-    parts: DecoderParts
+    parts: FamilyTraits
     needs: frozenset[str]  # settings that every published config.json of the family has
     defaults: Mapping[str, Any]  # values of settings that published files leave out
 
 
-def _biased(switch: Switch, **parts: Any) -> DecoderParts:
-    return DecoderParts(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
+def _biased(switch: Switch, **parts: Any) -> FamilyTraits:
+    return FamilyTraits(qkv_bias=switch, out_bias=switch, mlp_bias=switch, **parts)
 
 
-def _family(parts: DecoderParts, needs: str, **defaults: Any) -> Family:
+def _family(parts: FamilyTraits, needs: str, **defaults: Any) -> Family:
     sizes = "num_hidden_layers hidden_size num_attention_heads vocab_size max_position_embeddings tie_word_embeddings"
     return Family(parts, frozenset(f"{sizes} {needs}".split()) - defaults.keys(), defaults)
 
@@ -60,19 +60,19 @@ _MLA_MOE = f"intermediate_size {_MLA} {_ROUTED}"
 _MAMBA = "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel use_conv_bias hybrid_override_pattern"
 _GEMMA4 = "layer_types sliding_window attention_k_eq_v num_kv_shared_layers enable_moe_block"
 
-_BARE = DecoderParts()
-_GEMMA = DecoderParts(qkv_bias="attention_bias", out_bias="attention_bias")
+_BARE = FamilyTraits()
+_GEMMA = FamilyTraits(qkv_bias="attention_bias", out_bias="attention_bias")
 _COHERE = replace(_GEMMA, norms=1)
 _LLAMA = replace(_GEMMA, mlp_bias="mlp_bias")
-_QWEN2 = DecoderParts(qkv_bias=True)
+_QWEN2 = FamilyTraits(qkv_bias=True)
 _QWEN2_MOE = replace(_QWEN2, experts="moe_intermediate_size", shared_gate=True)
-_GLM = DecoderParts(qkv_bias="attention_bias")
+_GLM = FamilyTraits(qkv_bias="attention_bias")
 _QWEN3 = replace(_GEMMA, qk_norm="head")
 _NEXT = replace(_QWEN3, gated_query=True)
 _QWEN3_MOE = replace(_QWEN3, experts="moe_intermediate_size")
 _NEXT_MOE = replace(_NEXT, experts="moe_intermediate_size", shared_gate=True)
-_MIXTRAL = DecoderParts(experts="intermediate_size")
-_DEEPSEEK = DecoderParts(experts="moe_intermediate_size")
+_MIXTRAL = FamilyTraits(experts="intermediate_size")
+_DEEPSEEK = FamilyTraits(experts="moe_intermediate_size")
 _GPT = _biased(True, gated_mlp=False, norm_vectors=2)
 
 _GPT2 = replace(_GPT, positions=True)
@@ -92,7 +92,7 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4_5": _family(_biased("use_bias"), f"{_WIDE} use_bias", tie_word_embeddings=True),
     "exaone4": _family(replace(_BARE, qk_norm="head"), f"{_GROUPED} layer_types sliding_window"),
     "stablelm": _family(
-        DecoderParts(qkv_bias="use_qkv_bias", norm_vectors=2),
+        FamilyTraits(qkv_bias="use_qkv_bias", norm_vectors=2),
         f"{_GROUPED} use_qkv_bias use_parallel_residual qk_layernorm",
     ),
     "qwen2": _family(_QWEN2, _GROUPED),
@@ -118,7 +118,7 @@ FAMILIES: Mapping[str, Family] = {
         tie_word_embeddings=True,
     ),
     "gemma4_text": _family(
-        DecoderParts(qk_norm="head", norms=4),
+        FamilyTraits(qk_norm="head", norms=4),
         f"{_WIDE} {_GEMMA4} global_head_dim num_global_key_value_heads hidden_size_per_layer_input",
         tie_word_embeddings=True,
     ),
@@ -155,7 +155,7 @@ FAMILIES: Mapping[str, Family] = {
         f"{_WIDE} attention_bias use_qk_norm {_ROUTED}",
     ),
     "nemotron_h": _family(
-        DecoderParts(gated_mlp=False, norms=1, experts="moe_intermediate_size"),
+        FamilyTraits(gated_mlp=False, norms=1, experts="moe_intermediate_size"),
         f"{_WIDE} {_MAMBA} moe_shared_expert_intermediate_size",
         mamba_ssm_cache_dtype="float32",
     ),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from llmsched.engine.architecture.config_fields import Fields
-from llmsched.engine.architecture.families import FAMILIES, DecoderParts, Switch
+from llmsched.engine.architecture.families import FAMILIES, FamilyTraits, Switch
 from llmsched.engine.architecture.geometry import LayerReader
 from llmsched.engine.architecture.recurrent import recurrent_sizes
 from llmsched.engine.errors import ModelError
@@ -65,7 +65,7 @@ _Module = tuple[str, Parameters]
 
 
 class _Counter:
-    def __init__(self, config: Fields, parts: DecoderParts) -> None:
+    def __init__(self, config: Fields, parts: FamilyTraits) -> None:
         self.config = config
         self.parts = parts
         self.hidden: int = config.get("hidden_size")
