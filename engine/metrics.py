@@ -79,7 +79,7 @@ _GAUGES: Mapping[str, str] = {
 class EngineMetrics:
     """Metrics of one engine, in their own registry. Raises ConfigError if `prefix` cannot begin a metric name.
 
-    Methods take the name of a metric as a key of the table _COUNTERS, _GAUGES or _HISTOGRAMS.
+    `counter`, `gauge` and `histogram` are metric names without the prefix: keys of _COUNTERS, _GAUGES and _HISTOGRAMS.
     """
 
     def __init__(self, model_name: str, block_size: int, num_blocks: int, prefix: str = "llmsched") -> None:
@@ -128,7 +128,7 @@ class EngineMetrics:
         self._finished[reason].inc()
 
     def prefix_miss(self, kind: MissKind, count: int) -> None:
-        """Count `count` admitted requests whose prefix hit ended for the reason `kind`. Ignore MissKind.HIT."""
+        """Count `count` requests whose prompt was not fully cached for the reason `kind`. Ignore MissKind.HIT."""
         if kind is not MissKind.HIT:
             self._misses[kind].inc(count)
 
@@ -157,7 +157,7 @@ class EngineMetrics:
         self.kv_usage(usage)
 
     def kv_usage(self, usage: KVUsage) -> None:
-        """Set the gauges of KV memory in bytes; do nothing if `add_memory` has not been called."""
+        """Set the gauges of KV memory in bytes. Do nothing if `add_memory(...)` has not been called."""
         for field, gauge in self._kv_bytes.items():
             gauge.set(getattr(usage, field) * self._bytes_per_token)
 

@@ -63,12 +63,12 @@ class PromptChanges:
         self.quote_prompts = False
 
     def update(self) -> None:
-        """Run `check` if CHECK_EVERY requests have been admitted since the last check."""
+        """Call `check()` if CHECK_EVERY requests have been admitted since the last check."""
         if self._watch.num_seen >= self._next_check:
             self.check()
 
     def check(self) -> PromptChange | None:
-        """Check the latest prompts now."""
+        """Check the latest prompts now. Return what was found, or None."""
         self._next_check = self._watch.num_seen + CHECK_EVERY
         found = self._watch.report()
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)

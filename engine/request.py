@@ -79,7 +79,10 @@ class SamplingParams:
 
 
 def within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
-    """Raise RequestError for the field `param` (default: `name`) unless low <= value <= high (None: no bound)."""
+    """Raise RequestError unless low <= value and, if `high` is given, value <= high.
+
+    The error says that the field `param` is invalid; if `param` is None, the field `name`.
+    """
     if math.isnan(value) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"{low} or more"
         raise RequestError(param or name, f"{name} is {value}; allowed is {span}")

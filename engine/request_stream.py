@@ -49,7 +49,7 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
         self.ready.set()
 
     def take(self) -> list[RequestOutput]:
-        """Return the unread outputs, at most one of each choice."""
+        """Return the unread outputs, merged into at most one per choice."""
         outputs = list(self._unread.values())
         self._unread.clear()
         return outputs

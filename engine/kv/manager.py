@@ -211,8 +211,8 @@ class KVManager:
     def swap_out(self, request: Request) -> None:
         """Schedule copies of a preempted request's KV to host memory, and release all blocks of the request.
 
-        The caller must check that `num_swapped` host blocks are free, and that a step has computed tokens of the
-        request since its admission.
+        The caller must check that `num_swapped(request)` host blocks are free, and that a step has computed tokens of
+        the request since its admission.
         """
         assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))

@@ -138,11 +138,17 @@ class BlockTable:
         self._ids[group : group + len(blocks), index] = blocks
 
     def full_blocks(self, start: int, end: int) -> list[int]:
-        """Return the blocks at indices `start` to `end` - 1 of full-attention groups, sorted by index, then group."""
+        """Return the blocks of all full-attention groups at positions `start` to `end` - 1 in the table.
+
+        They are sorted by position, then by group.
+        """
         return self._ids[: self.layout.full_groups, start:end].T.ravel().tolist()
 
     def window_blocks(self, start: int, end: int) -> list[int]:
-        """Return the blocks at indices `start` to `end` - 1 of sliding-window groups, sorted by index, then group."""
+        """Return the blocks of all sliding-window groups at positions `start` to `end` - 1 in the table.
+
+        They are sorted by position, then by group.
+        """
         return self._ids[self.layout.full_groups :, start:end].T.ravel().tolist()
 
     def blocks_with_kv(self, first: int, num_computed_tokens: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Memory that vLLM sets aside when it starts, besides weights and KV, for plans of `kv-budget --emit vllm`.
+"""Memory that vLLM reserves at startup besides weights and KV, for plans of `kv-budget --emit vllm`.
 
-vLLM computes a step of max_num_batched_tokens tokens, samples max_num_seqs full rows of logits, and reserves the peak:
+vLLM runs a step of max_num_batched_tokens tokens, samples from max_num_seqs rows of logits, and reserves the peak:
 
-    max(MLP as in activations.py, sampler_copies x sequences x vocab x 4 bytes) + what libraries hold outside torch
+    max(MLP as in activations.py, sampler_copies x rows x vocabulary size x 4 bytes) + memory of libraries outside torch
 """
 # The CUDA context is not in this sum: vLLM measures only what is added after the context exists. Logs of versions up to
 # 0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, so plans for 0.16 count 9.6
@@ -28,7 +28,7 @@ _LARGE = 70 << 30
 
 @dataclass(frozen=True, slots=True)
 class VllmProfile:
-    """Memory of the vLLM `versions`, which hold `sampler_copies` fp32 copies of the logits at the peak."""
+    """Memory of the vLLM `versions` whose sampler holds `sampler_copies` fp32 copies of the logits at its peak."""
 
     versions: str
     sampler_copies: float
@@ -47,6 +47,6 @@ VLLM_PROFILES: Mapping[str, VllmProfile] = {
 
 
 def vllm_defaults(device: DeviceMemory) -> dict[str, int]:
-    """Return the defaults of max_num_seqs and max_num_batched_tokens of `vllm serve` on a GPU of this size."""
+    """Return the defaults of `vllm serve` for max_num_seqs and max_num_batched_tokens on `device`."""
     large = device.total >= _LARGE and "a100" not in device.name.lower()
     return {"max_num_seqs": 1024 if large else 256, "max_num_batched_tokens": 8192 if large else 2048}

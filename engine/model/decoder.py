@@ -58,8 +58,8 @@ class Layer(NamedTuple):
 class FusedDecoder:
     """Decoder that runs a transformers model over the paged KV cache.
 
-    The model must be in evaluation mode. `calls` has one entry per layer. Raises UnknownStructureError for a model that
-    the decoder cannot compute.
+    The model must be in evaluation mode. `calls` describes the attention of each layer. Raises UnknownStructureError
+    for a model that the decoder cannot compute.
     """
 
     implementation: Literal["fused", "transformers"] = "fused"
@@ -141,7 +141,7 @@ class FusedDecoder:
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def _tables(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return (cos, sin) for each rotary embedding. Both have the shape [T, R]."""
+        """Return the cosines and sines of each rotary embedding at `positions`, each [T, rotated dimensions]."""
         found = []
         for kind in self._rotaries:
             if kind is False or self._parts.rotary is None:
@@ -154,7 +154,7 @@ class FusedDecoder:
         return found
 
     def _compare(self, model: Any, plain: PagedModel | None) -> None:
-        """Raise UnknownStructureError if the decoder computes wrong logits for a few tokens."""
+        """Raise UnknownStructureError if the decoder's logits for a few tokens differ too much from the model's."""
         # A model that `plain` wraps cannot run on its own: its attention function needs a PagedContext.
         ids = torch.arange(TRIAL_TOKENS, device=self._device) * 7919 % self.vocab_size
         with torch.inference_mode():
@@ -195,9 +195,9 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
 
 
 def product(linears: Sequence[Linear]) -> Product:
-    """Join linear layers into one product. The layers' parameters become views of the joined tensors.
+    """Join linear layers into one with all their outputs. Their parameters become views of the joined tensors.
 
-    Raises UnknownStructureError if only some of the layers have a bias.
+    Raises UnknownStructureError if only some of the layers have a bias or are quantised.
     """
     biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
     if biases and len(biases) < len(linears):

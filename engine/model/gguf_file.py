@@ -40,11 +40,11 @@ class GGUFFile:
         return str(self.metadata["general.architecture"])
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a metadata value of the architecture: for a llama file, get("block_count") reads llama.block_count."""
+        """Return metadata under the architecture's prefix: in a llama file, `block_count` means llama.block_count."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require(self, key: str) -> Any:
-        """Return a metadata value like `get`, but raise ModelError if the value is missing."""
+        """Return a metadata value as `get(...)` does, but raise ModelError if the value is missing."""
         value = self.get(key)
         if value is None:
             raise ModelError(f"{self.path}: lacks {self.architecture}.{key}, so the model's shape is unknown")

@@ -31,7 +31,7 @@ def packing_of(tensor: GGUFTensor) -> Packing | None:
 
 
 def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
-    """Return the size of a model's weights if matrices stay packed. Other numbers take `dtype_bytes` bytes each."""
+    """Return the size of the weights if matrices stay packed and other tensors take `dtype_bytes` bytes per number."""
     total, types = 0.0, set()
     for name, tensor in file.tensors.items():
         if name in ROPE_TABLES:
@@ -45,7 +45,7 @@ def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
 
 
 def packed(file: GGUFFile, name: str) -> PackedMatrix:
-    """Return the tensor `name` as a packed matrix. The tensor must have one of the types that are packed."""
+    """Return the tensor `name` as a packed matrix. Its type must be a key of PACKINGS."""
     import torch
 
     tensor = file.tensors[name]
@@ -60,12 +60,12 @@ def packed(file: GGUFFile, name: str) -> PackedMatrix:
 
 
 def _halves(blocks: Bytes, *columns: int) -> list[npt.NDArray[np.float16]]:
-    """Return the float16 numbers that begin at the given byte columns of the blocks, each as [B, 1]."""
+    """Return for each byte offset in `columns` the float16 numbers that begin there in the blocks, as [B, 1]."""
     return [blocks[:, column : column + 2].copy().view(np.float16) for column in columns]
 
 
 def _nibbles(pairs: Bytes) -> Bytes:
-    """Return the 4-bit codes in `pairs` [B, bytes]: first the low bits of all bytes, then the high bits."""
+    """Return the 4-bit codes in `pairs` [B, bytes]: the lower halves of all bytes, then the upper halves."""
     return np.concatenate([pairs & 15, pairs >> 4], axis=1)
 
 
@@ -80,7 +80,7 @@ def _q4_1(blocks: Bytes) -> Parts:
 
 
 def _q5(blocks: Bytes) -> Bytes:
-    """Return the codes (0 to 31) of blocks that begin with the high bits of all 32 codes."""
+    """Return the codes (0 to 31) of blocks that hold the high bits of all codes first, then their lower 4 bits."""
     high: Bytes = np.unpackbits(blocks[:, :4], axis=1, bitorder="little")
     return _nibbles(blocks[:, 4:]) | np.left_shift(high, 4)
 

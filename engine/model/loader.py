@@ -276,7 +276,7 @@ class OpenModel:
         return self.source.gguf if self.device == "cpu" else None
 
     def load(self, progress: Progress = silent, *, packed: bool = True) -> PreTrainedModel:
-        """Load the weights as `load_model` does. If `packed` is False, dequantise all weights."""
+        """Load the weights as `load_model(...)` does. If `packed` is False, dequantise all weights."""
         options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "progress": progress}
         return load_model(self.source, self.config, packed=packed and self.packed is not None, **options)
 

@@ -97,7 +97,10 @@ class KVCache:
         return self.keys[part], self.values[part], group
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy block sources[i] to block destinations[i] for each i (int64 [N]). All sources are read first."""
+        """Copy each block sources[i] to block destinations[i] (int64 [N]).
+
+        All sources are read before anything is written.
+        """
         for tensor in (*self.keys, *self.values):
             tensor[destinations] = tensor[sources]
 
@@ -107,7 +110,7 @@ class KVCache:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros in host memory. Raises MemoryError if the system refuses."""
+    """Return a tensor of zeros in host memory. Raises MemoryError if the memory cannot be allocated."""
     try:
         memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -116,7 +119,7 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def take_memory(tensors: ListLike[torch.Tensor]) -> None:
-    """Make Linux allocate all pages of tensors from `host_zeros` now, which takes about a second per 4 GiB."""
+    """Make Linux allocate all memory of tensors from `host_zeros(...)` now, which takes about a second per 4 GiB."""
     # If memory is short, the process ends now, not hours later when it first uses its last blocks.
     if sys.platform != "linux":
         return

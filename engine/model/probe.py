@@ -82,7 +82,7 @@ def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
 
 
 def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, AttentionCall], torch.Tensor]:
-    """Run the model with attention that returns zeros. Return the layers' calls and the last token's logits."""
+    """Run the model with attention that returns zeros. Return AttentionCalls by layer and the last token's logits."""
     layers: dict[int, AttentionCall] = {}
     with torch.inference_mode():
         output = model(
@@ -115,9 +115,9 @@ def recording_attention(
     s_aux: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record an AttentionCall for the layer in `paged_context`, and return zeros [1, T, heads, Dv].
+    """Record the layer's AttentionCall in `paged_context`, and return zeros [1, T, heads, Dv].
 
-    Raises ModelError if the engine does not support the mask or a keyword.
+    Raises ModelError for attention that the engine does not support.
     """
     layer: Any = module.layer_idx
     name = f"{type(module).__name__} of layer {layer}"
@@ -147,7 +147,7 @@ def recording_attention(
 
 
 def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    """Raise ModelError for a keyword that may change the result of attention."""
+    """Raise ModelError if one of the keyword arguments of attention may change its result."""
     for keyword, given in keywords.items():
         harmless = given is None or keyword in NEUTRAL_KEYWORDS
         harmless |= (keyword == "dropout" and given == 0) or (keyword == "is_causal" and given is True)
@@ -161,7 +161,7 @@ def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
 def describing_mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """Return a tensor with the shape of the mask, in which every entry is the mask's sliding window in tokens."""
+    """Return a tensor with the shape of the mask, in which every entry is the result of `window_of(...)`."""
     return torch.full((1, 1, q_length, kv_length), window_of(mask_function, device), device=device)
 
 

@@ -62,7 +62,7 @@ class UnknownStructureError(Exception):
 
 
 class NormRule(NamedTuple):
-    """Arguments of `reference.add_norm` that all norms of a model share."""
+    """Arguments of `reference.add_norm(...)` that are the same for all norms of a model."""
 
     eps: float
     offset: float
@@ -192,7 +192,8 @@ def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None)
 def children(module: nn.Module, what: str, needed: str, optional: str = "") -> dict[str, Any]:
     """Return the children of a module by role, such as "query" or "mlp_norm".
 
-    Raises UnknownStructureError for a child without a role, or if a role in `needed` has no child.
+    Raises UnknownStructureError if a role in `needed` has no child, if a child has no role in `needed` or `optional`,
+    or if the module has parameters of its own. Dropout and Identity need no role.
     """
     found: dict[str, Any] = {}
     unlike = []

@@ -1,4 +1,4 @@
-"""Checks by which `serve` refuses a model because of its config.json."""
+"""Checks of a model's config.json that decide whether `serve` refuses the model."""
 
 from __future__ import annotations
 

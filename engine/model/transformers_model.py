@@ -93,7 +93,7 @@ def attention_forward(
     """Compute attention over the paged cache, with the signature of transformers' attention functions.
 
     The shapes are: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv], attention sinks s_aux
-    [heads]. Returns [1, T, heads, Dv]. Raises ModelError for a mask or an unknown keyword.
+    [heads]. Returns [1, T, heads, Dv]. Raises ModelError for a mask or an unknown keyword argument.
     """
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")
@@ -124,7 +124,7 @@ def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "a
     """Wrap a transformers model in evaluation mode so that it runs over the paged KV cache.
 
     "fused" makes a FusedDecoder, "transformers" a TransformersModel, and "auto" a FusedDecoder if possible. Raises
-    ModelError if the engine cannot compute the model exactly, and ConfigError if the requested implementation cannot.
+    ConfigError if the requested implementation cannot compute the model exactly, and ModelError if none can.
     """
     name, calls = type(model).__name__, own_attention(model)
     plain = None

@@ -40,7 +40,7 @@ class PromptSet:
 
 
 def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_size: int, seed: int) -> PromptSet:
-    """Make `count` general prompts, and six that share about one or two blocks with the first of them.
+    """Make `count` general prompts, and six that begin with about one or two blocks of the first general prompt.
 
     Equal arguments give equal prompts.
     """

@@ -58,7 +58,10 @@ class Reference:
         return Continuation(tuple(tokens), logits, spread)
 
     def logits(self, token_ids: ListLike[int], start: int) -> torch.Tensor:
-        """Return the CPU logits [len(token_ids) - start, V] that predict token_ids[start:], from one forward pass."""
+        """Return the logits [len(token_ids) - start, V] that predict token_ids[start:], in host memory.
+
+        They come from one forward pass.
+        """
         model = self._plain()
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=model.device)
@@ -78,7 +81,7 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest difference of logits that counts as correct for one model."""
+    """Rule for how much logits may differ from the reference's, by dtype and kind of model."""
 
     # The shape of a batch decides in which order floating-point numbers are added. So two correct computations of a
     # logit differ in proportion to the size of the logit. On SmolLM2-135M, whose largest logits are about 40,
@@ -99,13 +102,16 @@ class Tolerance:
         return cls(dtype, routed=fields.get("num_experts", default=0) > 1)
 
     def limit(self, largest_logit: float) -> float:
-        """Return the largest allowed difference of logits whose largest absolute value is `largest_logit`."""
+        """Return the largest difference allowed if the largest absolute logit is `largest_logit`."""
         if self.dtype == torch.float32:
             return max(self.FLOAT32, self.FLOAT32_SHARE * largest_logit)
         return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
-        """Return the difference to compare with the limit, from the differences [n] at all positions of a case."""
+        """Return the largest of a case's `differences` [n], to be compared with the limit.
+
+        For a mixture of experts in a 16-bit dtype, return the median.
+        """
         return float(differences.median() if self.routed and self.dtype != torch.float32 else differences.max())
 
     @property
@@ -122,7 +128,7 @@ class Tolerance:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """Output of the engine for one prompt, with the CPU logits [V] from which each token was chosen."""
+    """Output of the engine for one prompt, with the logits [V] in host memory from which each token was chosen."""
 
     prompt: ParityPrompt
     token_ids: list[int] = field(default_factory=list)
@@ -206,7 +212,7 @@ def compare(
 
 
 def _divergence(prompt: str, position: int, expected: Continuation, got: int, logits: torch.Tensor) -> Divergence:
-    """Return the divergence at `position`. It is explained if its margin is at most twice the logit difference."""
+    """Return the Divergence at `position`, explained if its margin is at most twice the largest logit difference."""
     wanted, own = expected.logits[position].double(), expected.token_ids[position]
     margin = float(wanted[own] - wanted[got])
     explained = margin <= 2 * float(differences(logits.double(), wanted))

@@ -53,7 +53,7 @@ class LoadedModel:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of the engine's KV cache for sequences of any length."""
+        """Layout of the engine's KV cache, chosen without knowing the length of the longest sequence."""
         return group_layers(kv_geometry(self.model.config), self.block_size, None).layout
 
 

@@ -66,7 +66,7 @@ class Admission:
         self.backfill.new_step()
 
     def changed(self) -> None:
-        """Note a change after which a waiting request may be admitted."""
+        """Note a change that makes it worth trying again to admit waiting requests."""
         self._epoch += 1
 
     def exclude(self, request: Request) -> None:
@@ -87,11 +87,11 @@ class Admission:
 
     @property
     def num_startable(self) -> int:
-        """Number of waiting requests that have a place among the running ones; 0 if none fits now."""
+        """Number of waiting requests for which max_running leaves room; 0 if `worth_trying` is False."""
         return min(len(self._waiting), self.control.max_running - len(self._running)) if self.worth_trying else 0
 
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
-        """Admit short requests until `lane` tokens of the step are used. Return the admitted requests."""
+        """Admit short requests and give them at most `lane` tokens of the step in total. Return these requests."""
         admitted: list[Request] = []
         scarce = len(self._waiting) > self.control.max_running - len(self._running)
         if not scarce:  # places that the lane took earlier keep no request waiting any more
@@ -106,7 +106,7 @@ class Admission:
         return admitted
 
     def admit_in_order(self, step: StepBuilder) -> None:
-        """Admit requests in the order of `WaitingQueue.offers` while the token budget and max_running allow it."""
+        """Admit requests in the order of `WaitingQueue.offers(...)` while token budget and max_running allow it."""
         epoch, places = self._epoch, self.control.max_running - len(self._running)
         if places <= 0:
             return
@@ -173,7 +173,11 @@ class Admission:
         self._running.append(request)
 
     def is_short(self, request: Request) -> bool:
-        """Return True if the request is within fast_lane_prompt and fast_lane_output, and fast_lane_share is not 0."""
+        """Return True if the request may use the fast lane.
+
+        That is, if its uncached tokens are at most fast_lane_prompt, its max_tokens are at most fast_lane_output, and
+        fast_lane_share is not 0.
+        """
         config = self._config
         if config.fast_lane_share == 0:
             return False
@@ -184,7 +188,7 @@ class Admission:
         return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
 
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
-        """Return True, and reserve a start for the request, if there is too little memory to admit the request."""
+        """Return True if there is too little memory for the request; then reserve a start for it (see Backfill)."""
         if not self._running:
             return False
         pool = self._kv.pool

@@ -26,8 +26,8 @@ CAP_GROWTH = 1.1
 class HeadroomControl:
     """Controller of `headroom`, the share of blocks that admission keeps free, and of a cap on running requests.
 
-    Both depend on the preemption rate over the last WINDOW admissions. `max_running` is the cap or `step_limit`,
-    whichever is less.
+    Both depend on the preemption rate over the last WINDOW admissions. At most `max_running` requests may run: the cap,
+    or `step_limit` if that is less.
     """
 
     def __init__(self, config: EngineConfig, max_running: int) -> None:

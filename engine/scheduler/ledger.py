@@ -53,7 +53,7 @@ class Ledger:
         """Note a decision about a request.
 
         The decision is merged with the request's last entry if both have the same `what` and the same details "reason"
-        and "by". Entries after the first MAX_ENTRIES replace the last entry.
+        and "by". If the request already has MAX_ENTRIES entries, a new one replaces the last.
         """
         now = self._clock()
         entries = self._living.setdefault(request_id, [])

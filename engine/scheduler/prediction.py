@@ -32,7 +32,7 @@ _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
 
 
 class Outlook(NamedTuple):
-    """Lengths of n requests, and the lengths of finished outputs from which their outputs are predicted."""
+    """Present lengths of n requests, and lengths of finished outputs from which their final lengths are predicted."""
 
     num_tokens: Tokens  # present lengths, int64 [n]
     done: Tokens  # generated tokens, int64 [n]
@@ -43,8 +43,8 @@ class Outlook(NamedTuple):
     def survival(self, steps: Tokens) -> npt.NDArray[np.float64]:
         """Return the probability [n, len(steps)] that each request generates at least `steps` more tokens.
 
-        The probability is a share of the finished outputs that are longer than the request's present output. A request
-        without such outputs is assumed to run to max_tokens.
+        Of the finished outputs longer than the request's present output, it is the share that were longer by at least
+        `steps` tokens. A request without such outputs is assumed to run to max_tokens.
         """
         length = self.done[:, None] + steps
         alive = (length <= self.limit[:, None]).astype(np.float64)
@@ -104,7 +104,7 @@ class OutputPredictor:
 
 
 def future_peak(held: Tokens, remaining: Tokens) -> int:
-    """Return the most tokens that n sequences hold together until all have ended, if each adds a token per step.
+    """Return the most tokens that n sequences will hold at once, if each adds one token per step until it ends.
 
     `held` [n] is the number of tokens that each sequence holds now, and `remaining` [n] the number that it will still
     add. All layers must keep all tokens.
@@ -118,17 +118,17 @@ def future_peak(held: Tokens, remaining: Tokens) -> int:
 
 
 def saturating_peak(held: Tokens, remaining: Tokens, layout: KVLayout) -> int:
-    """Return the same peak as `future_peak`, but for any layout, in tokens summed over layer groups."""
+    """Return the same peak as `future_peak(...)`, for any `layout`. Tokens are summed over layer groups."""
     size = layout.room(held[:, None] + remaining)
     return int((size * (remaining[:, None] >= remaining)).sum(axis=0).max())
 
 
 def expected_peak(held: Tokens, alive: npt.NDArray[np.float64], steps: Tokens, layout: KVLayout) -> float:
-    """Return the maximum, over the future `steps`, of the mean number of held tokens plus RISK standard deviations.
+    """Return the most tokens that n sequences are expected to hold together at any of the future `steps`.
 
-    `held` [n] is the number of tokens that each sequence holds now. `alive` [n, len(steps)] is the probability that the
-    sequence still runs after so many steps. The sequences are assumed to be independent. Tokens are summed over layer
-    groups.
+    At each step, this is the mean plus RISK standard deviations. `held` [n] is the number of tokens that each sequence
+    holds now. `alive` [n, len(steps)] is the probability that the sequence still runs after so many steps, assumed to
+    be independent of the others. Tokens are summed over layer groups.
     """
     size = layout.room(held[:, None] + steps)
     mean = (alive * size).sum(axis=0)

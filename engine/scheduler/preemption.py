@@ -49,7 +49,7 @@ class MeanCost:
 class MeasuredCosts:
     """Costs in seconds of computing a prefill token and of copying a block from or to host memory.
 
-    A prefill token costs only the time by which a step with prefills takes longer than a step without them.
+    Prefill tokens cost only the time by which a step with prefills takes longer than a step without them.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -84,10 +84,10 @@ class Loss(NamedTuple):
 
 
 class Preemption:
-    """Rules of preemption: which request is preempted, and whether its KV is swapped or recomputed (preemption_mode).
+    """Rules of preemption: which request to preempt, and whether to swap or recompute its KV (see preemption_mode).
 
-    Mode auto chooses the operation that is predicted to take less time. If too few host blocks are free, every mode
-    recomputes.
+    Mode "auto" chooses what is predicted to take less time. If too few host blocks are free, KV is recomputed in every
+    mode.
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig) -> None:

@@ -29,7 +29,7 @@ class Update(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What running requests and the first waiting one need before a step."""
+    """Blocks that running requests lack before a step, and the request to preempt for the first waiting one."""
 
     growing: list[Request]  # running requests that need more blocks for their tokens
     missing: int  # number of these blocks
@@ -45,7 +45,7 @@ class Scheduler:
 
     For each step, the caller calls `schedule` to plan it, `advance` after it was launched, and `settle` when its
     results are known. From `advance` to `settle`, the step is in flight, and the tokens that it samples are pending.
-    Meanwhile the next step may be scheduled and launched, but it is advanced only after the first one is settled.
+    Meanwhile the next step may be scheduled and launched, but it is advanced only after the step in flight is settled.
 
     Steps have no phases: each step lets num_computed_tokens of the running requests catch up with their num_tokens.
     Prefill, chunked prefill, decode and recovery from preemption differ only in the number of uncomputed tokens.
@@ -92,7 +92,7 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request that fits the pool alone (see `fits_alone`)."""
+        """Queue a request that fits the pool alone (see `fits_alone(...)`)."""
         request.rank = initial_rank(request, self.config)
         self.ledger.begin(request.request_id, request.arrival_time, ahead=len(self.waiting), running=len(self.running))
         self.waiting.add(request, short=self.admission.is_short(request))
@@ -112,7 +112,10 @@ class Scheduler:
         self.admission.changed()
 
     def kv_usage(self) -> KVUsage:
-        """Return how KV memory is used. The KV of a step counts as written from `advance` on."""
+        """Return how KV memory is used.
+
+        KV that a step computes counts as written once `advance(...)` is called for the step.
+        """
         return self.kv.usage(self.running)
 
     def has_work(self) -> bool:
@@ -291,8 +294,8 @@ class Scheduler:
     def abandon(self, plan: StepPlan, following: StepPlan | None = None) -> int:
         """Undo an advanced plan whose step ran out of memory. Return how many running requests were preempted.
 
-        `following` is the plan that was launched after it, if there is one; it is undone too. Later steps compute the
-        tokens again, with at most half as many tokens per step.
+        `following` is the plan that was launched after `plan`, if there is one; it is undone too. Later steps compute
+        the tokens again, with at most half as many tokens per step.
         """
         # The steps may have done any part of their work. The KV that they computed is in blocks that no lookup finds.
         # The KV that they copied may be incomplete, so each request into whose blocks the steps were to copy KV is

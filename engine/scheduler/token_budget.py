@@ -33,7 +33,7 @@ RAISE_AFTER = 1024
 
 
 class Pacer:
-    """Controller that sizes token budgets by a fitted step-time model, so that prefills do not delay decodes long."""
+    """Controller that sizes each step's token budget by a step-time model, so that prefills delay decodes little."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.model = StepTimeModel()
@@ -52,7 +52,8 @@ class Pacer:
     def next_budget(self, running: Sequence[Request], num_decodes: int, num_prefills: int) -> int:
         """Return the most tokens that the next step may compute.
 
-        `num_decodes` of the `running` requests decode. `num_prefills` requests, running or waiting, could prefill.
+        `num_decodes` is the number of `running` requests that decode, and `num_prefills` the number of running or
+        waiting requests that could prefill.
         """
         self.step_budget, self.pace = self.limit, {}
         if not num_decodes or self._is_baseline or not self.model.trusted:
@@ -136,7 +137,10 @@ class StepBuilder:
         return count
 
     def decode(self, requests: Iterable[Request]) -> None:
-        """Schedule one token for each request. Each must have exactly one uncomputed token. Call this before `give`."""
+        """Schedule one token for each request. Each must have exactly one uncomputed token.
+
+        Call this before `give(...)`.
+        """
         self._counts = dict.fromkeys(requests, 1)
         self.left -= len(self._counts)
 

@@ -134,10 +134,10 @@ class WaitingQueue:
     def offers(self, count: int, bonus: Callable[[Request], float], max_bonus: float) -> Iterator[Offer]:
         """Yield requests, each once, in the order in which they are considered for admission.
 
-        The order is by rank. Among the first BONUS_WINDOW requests, a request is moved forward by its `bonus`, which is
-        at most `max_bonus` (both in seconds). The share ARRIVAL_QUOTA of admissions goes to the request that has waited
-        longest. The caller must pass each admitted offer to `count_taken`. Only the first `count` requests by rank, and
-        the first `count` by arrival, are considered.
+        The order is by rank, with two exceptions. Among the first BONUS_WINDOW requests, a request's rank is lowered by
+        `bonus(request)` seconds, at most `max_bonus`. And the share ARRIVAL_QUOTA of admissions goes to the request
+        that has waited longest; for this, the caller must pass each admitted offer to `count_taken(...)`. Only the
+        first `count` requests by rank and the first `count` by arrival are considered.
         """
         ranked = self._by_rank[:count]
         window = ranked[:BONUS_WINDOW]
@@ -157,7 +157,7 @@ class WaitingQueue:
                 yield Offer(request, by_arrival=False)
 
     def count_taken(self, offer: Offer) -> None:
-        """Count an admitted offer, for the share ARRIVAL_QUOTA of admissions in order of arrival."""
+        """Count an admitted offer, so that `offers(...)` can keep to ARRIVAL_QUOTA."""
         self._quota += -1.0 if offer.by_arrival else ARRIVAL_QUOTA / (1 - ARRIVAL_QUOTA)
 
 
