@@ -161,7 +161,10 @@ def load_model(
     else:
         weights = open_checkpoint(source.path)
     state = with_progress(weights, f"loading {source.name}", progress)
-    model_class = getattr(transformers, architecture_of(config))
+    name = architecture_of(config)
+    if name == "FalconForCausalLM":  # its eager attention adds ALiBi biases twice
+        attn_implementation = "sdpa"
+    model_class = getattr(transformers, name)
     with quiet_transformers():
         model, report = model_class.from_pretrained(
             None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from stepping import Stepper, make_sequence
@@ -10,8 +12,10 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.model.loader import open_model
 from llmsched.engine.model.own_attention import alibi_slopes
 from llmsched.engine.model.transformers_model import paged_model
 
@@ -49,3 +53,10 @@ def test_bfloat16_stays_near_float32(arch: str) -> None:
         )
         logits.append(Stepper(executor, [make_sequence("a", prompt)], 40).logits((1000,))[0].float())
     assert float((logits[0] - logits[1]).abs().mean()) < 0.02 * float(logits[0].std())
+
+
+@pytest.mark.parametrize("arch", ["bloom", "mpt", "falcon", "falcon_alibi", "falcon_new", "stablelm"])
+def test_models_from_files_are_served(arch: str, tiny_model: Any) -> None:
+    """Loading chooses the attention of transformers with which the decoder compares its logits."""
+    model = open_model(EngineConfig(model=str(tiny_model(arch)), device="cpu", dtype="float32")).load()
+    assert paged_model(model).implementation == "fused"
