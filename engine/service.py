@@ -31,9 +31,10 @@ MAX_BAD_ROWS = 8
 class AsyncEngine:
     """Wrapper that runs an Engine, `core`, in a thread.
 
-    `start` binds the AsyncEngine to the running event loop. Use the streams, and all methods except `stats`, on that
-    loop only. Code on the loop may read the `config`, `model`, `tokenizer`, `plan` and `metrics` of `core`, and uses
-    `call` for the rest. An exception in a step ends the engine: all open streams and calls fail with EngineDeadError.
+    `start()` binds the AsyncEngine to the running event loop. Use the streams, and all methods except `stats()`, on
+    that loop only. Code on the loop may read `config`, `model`, `tokenizer`, `plan` and `metrics` of `core` directly.
+    For anything else in `core`, it must use `call(...)`. An exception in a step ends the engine: all open streams and
+    calls fail with EngineDeadError.
     """
 
     def __init__(self, core: Engine, *, step_timeout_s: float = 0.0) -> None:

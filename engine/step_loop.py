@@ -98,8 +98,9 @@ class StepLoop:
     def run_step(self) -> tuple[StepPlan, list[Update]]:
         """Compute a step and update the scheduler. Return the plan and the update of each request.
 
-        If a step runs out of memory, on the device or the host, a smaller step is computed instead. If `max_attempts`
-        steps in a row run out of memory, the last error is raised. The plan is empty if nothing is left to compute.
+        If a step runs out of memory, on the device or the host, a smaller step is computed instead. After
+        `self.max_attempts` such steps in a row, the last error is raised. The plan is empty if nothing is left to
+        compute.
         """
         attempts = 0
         while True:

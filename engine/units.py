@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def human_bytes(count: int | float) -> str:
-    """Return a byte count as text with three significant figures: 512 B, 1.50 KiB, 23.4 GiB."""
+    """Return a byte count as text, such as 512 B, 1.50 KiB or 23.4 GiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -14,13 +14,13 @@ def human_bytes(count: int | float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return a time as text with three significant figures: 12.3 ms, 1.50 s."""
+    """Return a time as text, such as 12.3 ms or 1.50 s."""
     if seconds < 1:
         return f"{three_figures(seconds * 1e3)} ms"
     return f"{three_figures(seconds)} s"
 
 
 def three_figures(value: float) -> str:
-    """Return a number as text with three significant figures, from 100 on as an integer: 1.50, 23.4, 1,024."""
+    """Return a number as text, with two decimals below 10, one below 100, and none from 100 on: 1.50, 23.4, 1,024."""
     size = abs(value)
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"

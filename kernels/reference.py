@@ -145,7 +145,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 class SamplingParameter(IntEnum):
-    """Row of the array `parameters` of `sample`, which has one column for each row of logits."""
+    """Row index in the `parameters` of `sample(...)`. Each column has the parameters of one row of logits."""
 
     TEMPERATURE = 0  # 0 for a greedy row
     TOP_K = 1  # 0 or less turns the filter off
@@ -222,9 +222,10 @@ MIX_0, MIX_1 = 0x604BAA5D, 0x43D6CE97
 
 
 def hashed(names: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return 32 random bits for each name and key (first, second), which are broadcast together.
+    """Return 32 pseudorandom bits for each integer in `names`, computed from it and the key (first, second).
 
-    Arguments and result are int64 in [0, 2**32). Source: C. Wellons, "Prospecting for hash functions", 2018.
+    The arguments are broadcast together. They and the result are int64 in [0, 2**32). Source: C. Wellons, "Prospecting
+    for hash functions", 2018.
     """
     # No product reaches 2**63, so all devices compute the same hashes. Of the source's multipliers below 2**31, these
     # are the two with the least bias.
@@ -252,7 +253,7 @@ def add_norm(
     centred: bool = False,
     branch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Add `branch` [T, N], if given, to `residual` [T, N] in place. Return the norm of the sum, [T, N].
+    """Add `branch` [T, N], if given, to `residual` [T, N] in place. Return the normalised sum, [T, N].
 
     The RMS norm of a row x is x / sqrt(mean(x^2) + eps) * (weight + offset) + bias. `weight` and `bias` are [N]. Sums
     are computed in float32, and each result is rounded to the type of `residual`.
@@ -270,7 +271,7 @@ def add_norm(
 def norm(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, offset: float = 0.0, centred: bool = False
 ) -> Tensor:
-    """Return the norm of the last dimension of `rows` in the type of `rows`, computed as in `add_norm`."""
+    """Normalise the last dimension of `rows` as in `add_norm`. The result has the type of `rows`."""
     x = rows.float()
     if centred:
         x = x - x.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Kinds of engines, such as vLLM: overheads of a step, and shares of a GPU's rates that the engine reaches."""
+"""Kinds of engines, such as vLLM: fixed times of a step, and shares of a GPU's peak rates that the engine reaches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsched.profiles.toml_files import find_entry, shipped_table
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a GPU's rates that an engine reaches."""
+    """Shares of a GPU's peak bandwidth and arithmetic rates that an engine reaches."""
 
     #: engines.toml says of which rate each number is a share.
     matrix: float
@@ -38,7 +38,7 @@ class EngineSpec:
     shares: Mapping[str, Efficiency]  # by the key of a GPU, a GPU architecture or "default"
 
     def on(self, gpu: GpuSpec) -> Efficiency:
-        """Return the shares for a GPU, or else for the GPU's architecture, or else the default shares."""
+        """Return the efficiency on a GPU, or else on the GPU's architecture, or else the default efficiency."""
         return self.shares.get(gpu.key) or self.shares.get(gpu.architecture) or self.shares["default"]
 
 

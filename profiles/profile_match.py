@@ -37,5 +37,5 @@ def latest_profile(model: Mapping[str, Scalar], device: Mapping[str, Scalar]) ->
 
 
 def _same_gpu(one: str, other: str) -> bool:
-    """Return True if two device names are equal, or are the product's and the driver's name of one GPU."""
+    """Return True if two device names are equal, or are the product name and the driver name of the same GPU."""
     return one == other or any({one, other} == {spec.name, spec.driver_name} for spec in gpus().values())

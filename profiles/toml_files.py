@@ -111,7 +111,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file in one moment, so that readers see either all the old text or all the new text."""
+    """Replace a file atomically: readers see either all the old text or all the new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as part:
         try:

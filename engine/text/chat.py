@@ -35,7 +35,8 @@ def render_chat(
 
     `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template. If `continue_final_message` is
     True, the token ids end with the text of the last message. Special tokens in messages and in `template_kwargs` are
-    encoded as plain text, unless `parse_special` is True. `check` may refuse the rendered text before it is encoded.
+    encoded as plain text, unless `parse_special` is True. `check` gets the rendered text before it is encoded, and may
+    raise an exception to refuse it.
 
     Raises RequestError if the model has no chat template, if the template rejects or omits a message, or if
     `template_kwargs` has a keyword that requests may not set.
@@ -92,7 +93,7 @@ def _reserved() -> frozenset[str]:
 
 
 def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
-    """Return `value` with special tokens and the chat template's turn tokens escaped in all strings."""
+    """Escape special tokens in all strings of `value`, and the template's turn tokens unless `role` is assistant."""
     # In messages of the assistant, only special tokens are escaped, because the model itself wrote the others.
     if isinstance(value, str):
         return tokenizer.escape(value, () if role == "assistant" else _turn_tokens(tokenizer))
@@ -105,7 +106,7 @@ def _escaped(tokenizer: Tokenizer, value: Any, role: str = "user") -> Any:
 
 @lru_cache(maxsize=8)
 def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the added tokens that the chat template writes around turns, except special tokens."""
+    """Return the added tokens, except special tokens, that the chat template writes around the content of messages."""
     chat = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
     for messages in (chat, chat[1:]):
         with suppress(RequestError):
@@ -137,7 +138,10 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
 
 
 def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[Message]]:
-    """Yield the messages unchanged, and then in forms for templates that know fewer roles."""
+    """Yield versions of `messages` for templates that support fewer and fewer roles.
+
+    If `knows_developers` is True, the first version is `messages` itself.
+    """
     # In the second form, developer messages have become system messages. If the template does not name the developer
     # role, this form comes first, because many templates write any role although the model knows only some. In the last
     # two forms, system messages are joined to the user messages beside them: first all except a system message at the
@@ -153,7 +157,7 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
-    """Join each system message to a user message beside it, or turn the system message into a user message."""
+    """Join each system message to the user message before or after it, or turn it into a user message."""
     turns: list[Message] = []
     after_system = False
     for message in messages:
@@ -183,7 +187,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
-    """Raise RequestError if the template omits a tool call or the content of a message that is not the assistant's."""
+    """Raise RequestError if the template leaves out a tool call, or the content of a message not from the assistant."""
     # The check renders the messages with a made-up word in place of each content and of each function name in a tool
     # call, and looks for these words in the result.
     words: dict[str, str] = {}

@@ -10,7 +10,7 @@ from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 class Detokenizer:
     """Incremental detokenizer of one output.
 
-    The texts from `push` and the text from `flush` together equal `tokenizer.decode(ids, skip_special_tokens)`.
+    The texts from `push(...)` and `flush()` together equal `tokenizer.decode(ids, skip_special_tokens)`.
     """
 
     # For a byte-level tokenizer, the text is the bytes of all tokens, decoded as UTF-8. The tokenizers library gives
@@ -42,7 +42,7 @@ class Detokenizer:
         return "" if BYTE_TOKEN.fullmatch(token) else self._decode_pending()
 
     def flush(self) -> str:
-        """Return the text held back by `push` after the last token. An incomplete character becomes U+FFFD."""
+        """Return the text that `push(...)` still holds back at the end. An incomplete character becomes U+FFFD."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return self._decode_pending() if self._pending else ""

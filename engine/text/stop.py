@@ -33,13 +33,13 @@ class StopMatcher:
         return buffer[:certain], None
 
     def flush(self) -> str:
-        """Return the text held back by `push`, if the output ended without a stop string."""
+        """Return the text that `push(...)` still holds back: none if a stop string has ended the output."""
         held, self.held = self.held, ""
         self._matched = [0] * len(self._stops)
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Pass one character to every automaton. Return the longest stop string that is complete now, or None."""
+        """Match one more character against every stop string. Return the longest stop string now complete, or None."""
         met = ""
         for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             matched = self._matched[i]

@@ -57,7 +57,7 @@ class Tokenizer:
         """Return the token ids of `text`, in which special tokens are recognised.
 
         If `add_special_tokens` is True, the special tokens that the model expects around a text are added, often only
-        BOS. If `escaped` is True, the tokens that `escape` marked are encoded as plain text. Raises RequestError for a
+        BOS. If `escaped` is True, tokens marked by `escape(...)` are encoded as plain text. Raises RequestError for a
         lone surrogate.
         """
         check_unicode(text, "prompt")
@@ -67,7 +67,7 @@ class Tokenizer:
         return ids
 
     def escape(self, text: str, also: Iterable[str] = ()) -> str:
-        """Mark special tokens and the tokens `also` in a text, so that these tokens can be encoded as plain text."""
+        """Mark special tokens and those in `also`, so that `encode(..., escaped=True)` reads them as plain text."""
         for token in (_MARK, *self._special, *also):
             if token in text:
                 text = text.replace(token, "".join(char + _MARK for char in token))
@@ -171,7 +171,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Return True if a step of a tokenizer is known to drop no characters."""
+    """Return True if a normalizer or pre-tokenizer with the settings `step` is known to drop no characters."""
     match step["type"]:
         case "Replace":
             return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + " "))

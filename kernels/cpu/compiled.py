@@ -64,7 +64,7 @@ def jit(fastmath: set[str] = REORDER) -> Callable[[Function], Function]:
 
 
 def c_function(argument: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles a function at once to a C function `void f(argument)`.
+    """Return a decorator that immediately compiles a function to a C function `void f(argument)`.
 
     The attribute `address` of the result is a pointer to the C function.
     """
@@ -129,7 +129,7 @@ def put_float32(array: Any, index: Any, value: Any) -> None:
 
 
 def put_bfloat16(array: Any, index: Any, value: Any) -> None:
-    """Set array[index] to the bits of the nearest bfloat16. Ties are rounded to even, and a NaN stays a NaN."""
+    """Set array[index] to the bits of the bfloat16 nearest to `value`. Ties are rounded to even. A NaN stays a NaN."""
     bits = np.float32(value).view(np.uint32)
     odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16)

@@ -45,7 +45,10 @@ class RowList(NamedTuple):
 
 @jit()
 def list_rows(cu_seqlens_q: Any, context_lens: Any, max_queries: int, window: int) -> Any:
-    """List the query tokens of all sequences with at most `max_queries` new tokens, as an intp array [5, rows + 1]."""
+    """List the query tokens of all sequences that have at most `max_queries` new tokens.
+
+    Returns an intp array [5, tokens + 1] with one column for each listed token. The last column has only FIRST_SPLIT.
+    """
     # With r = the returned array, row i is the token r[TOKEN, i] of sequence r[SEQUENCE, i]. It attends to the keys
     # r[START, i] to r[STOP, i] - 1: the last `window` keys, or all keys if `window` is 0. Its splits are r[FIRST_SPLIT,
     # i] to r[FIRST_SPLIT, i + 1] - 1.
@@ -78,7 +81,7 @@ def attend_rows(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Write the attention of the rows in `listed` to `output` [tokens, heads, value_dim].
+    """Write the attention of the query tokens in `listed` to `output` [tokens, heads, value_dim].
 
     `query` and `output` have the same type, float32 or bfloat16. `sinks` and `slopes` are float32, the caches are
     float32, bfloat16 or float16, and `block_tables` are int32. All tensors must be contiguous.

@@ -109,7 +109,7 @@ def add(source: Any, total: Any) -> None:
 def normalise(
     row: Any, weight: Any, bias: Any, biased: bool, centred: bool, eps: Any, offset: Any, output: Any
 ) -> None:
-    """Write the norm of a row to `output`, computed as in `reference.add_norm`."""
+    """Write the normalised `row` to `output`, computed as in `reference.norm`. Overwrites `row` if `centred`."""
     if centred:
         total = np.float32(0)
         for i in range(row.shape[0]):
@@ -223,7 +223,7 @@ def copy_row(source: Any, target: Any) -> None:
 
 @jit()
 def rotate(row: Any, cos: Any, sin: Any, output: Any) -> None:
-    """Write the rotary embedding of a vector to `output`, computed as in `reference.rotate_and_write`."""
+    """Write the vector `row` with its rotary position embedding to `output`, computed as in `reference.rotate`."""
     half = cos.shape[0] // 2
     for i in range(half):
         put(output, i, row[i] * to_float32(cos[i]) - row[half + i] * to_float32(sin[i]))

@@ -42,9 +42,10 @@ def load_runtime() -> ctypes.CDLL | None:
 
 
 def arguments_type(addresses: Sequence[str], sizes: Sequence[str], floats: Sequence[str] = ()) -> Any:
-    """Return a ctypes structure for the arguments of a compiled function, with these fields and num_threads.
+    """Return a ctypes structure for a compiled function's arguments, with the named fields and a field num_threads.
 
-    Addresses and sizes are intp, and `floats` are float32. The attribute `dtype` is the NumPy type of the structure.
+    `addresses` and `sizes` are names of intp fields, and `floats` of float32 fields. The attribute `dtype` is the NumPy
+    type of the structure.
     """
     integers = [(name, ctypes.c_ssize_t) for name in (*addresses, *sizes)]
     fields = [*integers, *((name, ctypes.c_float) for name in floats), ("num_threads", ctypes.c_ssize_t)]

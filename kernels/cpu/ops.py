@@ -1,4 +1,4 @@
-"""CPU ops. Numba kernels do the work that memory bandwidth limits (decodes, KV writes), and torch does prefills.
+"""CPU ops. Numba kernels do the memory-bound work (decodes, KV writes), and torch does prefills.
 
 Each op computes the op of the same name in reference.py.
 """
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[Work]:
-    """List the work of each layer. Layers with the same window share their work."""
+    """Return the Work of each layer. Layers with the same window have the same Work."""
     works = {
         window: list_work(cu_seqlens_q, context_lens, window=window) for window in {layer.window for layer in layers}
     }

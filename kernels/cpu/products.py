@@ -1,4 +1,4 @@
-"""Product of one row with a bfloat16 matrix. The kernel reads the matrix as it is stored."""
+"""Product of one row with a bfloat16 matrix. The kernel reads the matrix in place, without a converted copy."""
 # torch's product of one row first converts the matrix and copies it to blocks. This kernel is limited by memory
 # bandwidth: it takes 0.7 times as long as torch's product, and 0.85 times as long as torch's product with a matrix that
 # oneDNN packed beforehand (measured with all matrices of SmolLM2-135M on a CPU without bfloat16 instructions). For
@@ -68,7 +68,7 @@ def row_body() -> Any:
 
 @jit()
 def multiply(weight: Any, x: Any, sums: Any) -> None:
-    """Set sums[i] to the product of weight[i] and x, for up to four rows of the matrix."""
+    """Set sums[i] to the dot product of weight[i] and x, for a `weight` of up to four rows."""
     if weight.shape[0] == 4:
         sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
         for i in range(x.shape[0]):

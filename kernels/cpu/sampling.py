@@ -83,9 +83,9 @@ def order_key(element: Any) -> Any:
 
 @jit()
 def survey(logits: Any, chunks: Any) -> int:
-    """Return the lowest id with the best logit, or -1 if the logit is not finite.
+    """Return the lowest id with the best logit, or -1 if the best logit is infinite or any logit is NaN.
 
-    The highest and the lowest key of each chunk are stored in `chunks`.
+    The highest and the lowest key of each chunk of the vocabulary are stored in `chunks`.
     """
     width = logits.shape[0]
     best, worst = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
@@ -167,10 +167,10 @@ def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chu
 
 @jit()
 def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool, limit: Any) -> Any:
-    """Find the lowest key for which the weights of all tokens above the key sum to less than `limit`.
+    """Find the lowest key above which the weights of tokens sum to less than `limit`.
 
-    The search goes from the key `low` to `high`, the key of the best token. If `by_count` is True, all weights are 1.
-    Returns the key, the sum of the weights above the key, and the number of tokens that have the key.
+    The key is searched between the keys `low` and `high`, of which `high` is the best token's. If `by_count` is True,
+    all weights are 1. Returns the key, the sum of the weights above it, and the number of tokens that have the key.
     """
     before: Any = np.int64(0)  # the sum above `high`
     for _ in range(COARSE_STEPS):
@@ -247,7 +247,7 @@ def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any,
 
 @jit()
 def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, tied: Any) -> None:
-    """Remove the tokens that do not pass the filters from the sum of weights in each chunk."""
+    """Reduce the sum of weights in each chunk to the tokens that pass the filters."""
     # The filters keep the tokens above `threshold` and the first `room` tokens whose key equals it, each of weight
     # `tied`. Each chunk's ROOM becomes the number of tokens at the threshold that are kept in this chunk and later
     # chunks.
@@ -278,7 +278,7 @@ def from_key(key: Any) -> Any:
 
 @jit(EXACT)
 def find_winner(amounts: Any, name: int, first: Any, second: Any) -> Any:
-    """Return the index that wins a race (see `reference.race`) with the weights `amounts`."""
+    """Draw an index at random, in proportion to the weights `amounts`, as `reference.race` does."""
     # The time of index i is hashed from `name` + i and the key (first, second).
     best, largest = 0, -1.0
     for i in range(amounts.shape[0]):

@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def begin_softmax(sinks, heads, real, is_first, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """Return the maximum and the sum of exponentials that each row has before the first key."""
+    """Return the maximum and the sum of exponentials with which each row starts: those of its sink, if it has one."""
     # A sink is a key without a value. Only the first item of a tile has it.
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

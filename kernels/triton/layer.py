@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def normalise(x, weight, inside, numbers, size, eps, offset, CENTRED: tl.constexpr):
-    """Return the norm of a row of `size` numbers, computed as in `reference.add_norm`."""
+    """Return a normalised row of `size` numbers, computed as in `reference.norm` without a bias."""
     # `x` has the row, padded with zeros. `numbers` are the indices in `x`, and `inside` is False for padding.
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)

@@ -56,7 +56,7 @@ def weigh(values, top, temperature, floor):
 
 @triton.jit
 def exponential(names, first, second):
-    """Return an exponentially distributed time (float64) for each name. The random key is (first, second)."""
+    """Return an exponentially distributed random number (float64) for each of `names`, with the key (first, second)."""
     mixed = names.to(tl.int64) ^ first
     mixed = ((mixed ^ (mixed >> 16)) * MIX_0) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15) ^ second) * MIX_1) & 0xFFFFFFFF
@@ -66,7 +66,10 @@ def exponential(names, first, second):
 
 @triton.jit
 def find_best(logits, width, BLOCK: tl.constexpr):
-    """Return the key of the best logit and the lowest id with this logit. The id is -1 if the logit is not finite."""
+    """Return the key of the best logit and the lowest id with this logit.
+
+    The id is -1 if the best logit is infinite or any logit is NaN.
+    """
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], LOWEST, tl.int32)
     worst = tl.full([BLOCK], INFINITY, tl.int32)
@@ -104,10 +107,10 @@ def find_threshold(
     logits, width, top, temperature, floor, low, high, limit,
     SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the lowest key for which the weights of all tokens above the key sum to less than `limit`.
+    """Find the lowest key above which the weights of tokens sum to less than `limit`.
 
-    The search goes from the key `low` to `high`, the key of the best token. If BY_COUNT is True, all weights are 1.
-    Returns the key and the sum of the weights above the key.
+    The key is searched between the keys `low` and `high`, of which `high` is the best token's. If BY_COUNT is True, all
+    weights are 1. Returns the key and the sum of the weights above it.
     """
     before = tl.full([], 0, tl.int64)
     low, high = low.to(tl.int64), high.to(tl.int64)
@@ -142,7 +145,7 @@ def count_ties(logits, width, threshold, SHIFT: tl.constexpr, BLOCK: tl.constexp
 def apply_filters(
     logits, width, top, temperature, floor, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the threshold of top_k and top_p, and the number of tokens at the threshold that are kept."""
+    """Return the key above which top_k and top_p keep all tokens, and how many tokens with this key they keep."""
     low = order_key(top + MIN_SCORE * temperature, SHIFT)  # the weights of tokens below it are 0
     high = order_key(top, SHIFT)
     threshold = tl.full([], LOWEST, tl.int32)
@@ -177,7 +180,10 @@ def apply_filters(
 def find_chunk(
     logits, width, top, temperature, floor, threshold, room, key_0, key_1, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the chunk that wins the race of chunks, and the number of tokens at the threshold in earlier chunks."""
+    """Draw a chunk of the vocabulary at random, in proportion to the weights of its kept tokens.
+
+    Returns the chunk's index, and the number of tokens in earlier chunks whose key equals `threshold`.
+    """
     ROWS: tl.constexpr = BLOCK // CHUNK
     rows = tl.arange(0, ROWS)
     lanes = rows[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]

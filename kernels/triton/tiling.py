@@ -112,8 +112,9 @@ def list_work(
     """List the work of some sequences of a batch, the longest items first.
 
     `sequences` [S] are indices in the batch. `bounds` [B + 1] and `contexts` [B] are the batch's cu_seqlens_q and
-    context_lens. A tile has up to `tile_queries` queries, and the kernel visits `block_n` keys at a time. If `fixed` is
-    True, empty items and joins are added, so that all shapes depend only on `units` and the number of tiles.
+    context_lens. A tile has up to `tile_queries` queries, and the kernel visits `block_n` keys at a time. The keys of a
+    long tile are divided among several items, which adds at most `units` items. If `fixed` is True, empty items and
+    joins are added, so that all shapes depend only on `units` and the number of tiles.
     """
     lengths = (bounds[1:] - bounds[:-1])[sequences]
     counts = -(-lengths // tile_queries)
