@@ -51,21 +51,21 @@ Arguments = arguments_type(
 
 
 def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
-    """Compute `reference.linear` with the matrix that has the rows of all `parts`."""
+    """Compute `reference.linear` for a `weight` that consists of the packed matrices `parts`."""
     output = rows.new_empty(len(rows), sum(len(part.codes) for part in parts))
     few = len(rows) <= MAX_ROWS.get(rows.dtype, 0) and all(len(part.codes) >= CHUNK for part in parts)
     computed, found = (rows.float().contiguous(), output.float()) if few else (rows, output)
     column = 0
     for part in parts:
-        (multiply if few else unpack_and_multiply)(computed, part, found[:, column : column + len(part.codes)])
+        (multiply_packed if few else unpack_and_multiply)(computed, part, found[:, column : column + len(part.codes)])
         column += len(part.codes)
     if bias is not None:
         found += bias
     return found.to(rows.dtype)
 
 
-def multiply(rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
-    """Write the product of a few float32 rows and a matrix to `output`."""
+def multiply_packed(rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
+    """Write rows @ matrix.T to `output`, for a few float32 rows."""
     # Rows of `output` may be parts of longer rows.
     parallel = len(rows) * matrix.codes.numel() >= PARALLEL_WEIGHTS
     arguments = _arguments(rows, matrix, output, 0, len(matrix.codes), output.stride(0))
@@ -73,7 +73,7 @@ def multiply(rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
 
 
 def unpack_and_multiply(rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
-    """Write the product of many rows and a matrix to `output`."""
+    """Write rows @ matrix.T to `output`, for many rows."""
     total, size = matrix.shape
     count = max(1, TILE_NUMBERS // size)
     written = rows.dtype if rows.dtype in MAX_ROWS else torch.float32
@@ -123,9 +123,9 @@ def product_body(bits: int, shifted: int, groups_in_block: int, element: np.dtyp
         while chunk < stop:
             first = min(chunk * CHUNK, a.end - CHUNK)  # the last chunk may overlap the one before
             prefetch_rows(codes, min(first + CHUNK, a.end), min(first + 2 * CHUNK, a.end))
-            widen(scales[first : first + CHUNK], wide_scales)
+            copy_as_float32(scales[first : first + CHUNK], wide_scales)
             if shifted:
-                widen(offsets[first : first + CHUNK], wide_offsets)
+                copy_as_float32(offsets[first : first + CHUNK], wide_offsets)
             number = 0
             while number < a.num_rows:
                 left = a.num_rows - number
@@ -181,9 +181,9 @@ def unpacking_body(
         number, stop = own_part(a.end - a.first, thread_num(), a.num_threads)
         while number < stop:
             row = a.first + number
-            widen(scales[row : row + 1], wide_scales)
+            copy_as_float32(scales[row : row + 1], wide_scales)
             if shifted:
-                widen(offsets[row : row + 1], wide_offsets)
+                copy_as_float32(offsets[row : row + 1], wide_offsets)
             unpack_row(codes, row, wide_scales, wide_offsets, unpacked, shifted, groups_in_block)
             copy(unpacked[0], output[number])
             number += 1
@@ -192,7 +192,7 @@ def unpacking_body(
 
 
 @jit()
-def widen(source: Any, target: Any) -> None:
+def copy_as_float32(source: Any, target: Any) -> None:
     for row in range(source.shape[0]):
         for i in range(source.shape[1]):
             target[row, i] = to_float32(source[row, i])
@@ -220,10 +220,10 @@ def multiply_tile(
     shifted: Any,
     groups_in_block: Any,
 ) -> Any:
-    """Multiply `count` rows, from `number` on, by `num_columns` rows of the matrix, from `first` on.
+    """Multiply `count` of `rows`, from `number` on, by `num_columns` rows of the matrix `codes`, from `first` on.
 
-    `sums` gets the products with the first row of the matrix, then the products with the second row, and so on.
-    `scales` and `offsets` are float32; the values for the first row of the matrix are in their row `start`.
+    `sums` gets the products with row `first` of the matrix, then those with the next row, and so on. Rows `start`,
+    `start` + 1, ... of `scales` and `offsets` (float32) are those of the matrix's rows `first`, `first` + 1, ...
     """
     # If fewer rows are left than `count`, the last row is multiplied again in place of the missing rows.
     how_many, how_many_columns = count.literal_value, num_columns.literal_value
@@ -283,7 +283,10 @@ def unpack_row(
     shifted: Any,
     groups_in_block: Any,
 ) -> Any:
-    """Write one row of the matrix to `target` [1, N] as float32. `scales` and `offsets` are float32 [1, groups]."""
+    """Dequantise row `row` of the packed matrix `codes` to `target` [1, N], float32.
+
+    `scales` and `offsets` are those of this row, float32 [1, groups].
+    """
     layout = Layout(codes.dtype, bool(shifted.literal_value), groups_in_block.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -314,7 +317,10 @@ class Layout(NamedTuple):
     groups_in_block: int
 
     def weights(self, builder: Any, block: Any, codes: Any, scales: Any, offsets: Any) -> Iterator[Any]:
-        """Yield the two vectors of weights in a block. `codes`, `scales` and `offsets` point to the data of one row."""
+        """Yield the weights in block number `block` of a matrix row, as two vectors.
+
+        `codes`, `scales` and `offsets` point to the data of this row.
+        """
         index, pairs = block.type, None
 
         def integers(place: Any) -> Any:
