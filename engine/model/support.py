@@ -77,7 +77,8 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 def architecture_of(config: PretrainedConfig) -> str:
     """Return the name of the model class in config.json, or "" if there is none."""
-    return str(config.architectures[0]) if config.architectures else ""
+    name = str(config.architectures[0]) if config.architectures else ""
+    return "MptForCausalLM" if name == "MPTForCausalLM" else name  # MosaicML's own name of the class
 
 
 def check_supported(config: PretrainedConfig, spec: str) -> None:

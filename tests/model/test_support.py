@@ -137,3 +137,9 @@ def test_m02_quantised_weights_that_only_the_file_beside_the_config_names_are_re
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     with pytest.raises(ModelError, match=r"its weights are quantised \(modelopt NVFP4\)"):
         load_config(locate(model))
+
+
+def test_mpt_is_served_under_the_name_that_its_authors_gave_the_class(tmp_path: Path) -> None:
+    config = {"model_type": "mpt", "architectures": ["MPTForCausalLM"]}
+    assert refusal_of_file(config) == (True, None)
+    load_config(locate(write_config(tmp_path, config)))
