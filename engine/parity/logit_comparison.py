@@ -121,9 +121,7 @@ class Tolerance:
             return f"{name}: {self.FLOAT32:g}, or {self.FLOAT32_SHARE:g} of the largest logit if that is more"
         share = self.SPACINGS * torch.finfo(self.dtype).eps
         rule = f"{name}: {share:g} of the largest logit ({self.SPACINGS} spacings of numbers of its size)"
-        return (
-            f"{rule}, at each sequence's median position (rounding may select other experts)" if self.routed else rule
-        )
+        return f"{rule}, at the median position of a case (rounding may select other experts)" if self.routed else rule
 
 
 @dataclass(slots=True)

@@ -88,7 +88,8 @@ class Admission:
     @property
     def num_startable(self) -> int:
         """Number of waiting requests for which max_running leaves room; 0 if `worth_trying` is False."""
-        return min(len(self._waiting), self.control.max_running - len(self._running)) if self.worth_trying else 0
+        room = max(0, self.control.max_running - len(self._running))  # preemptions lower max_running
+        return min(len(self._waiting), room) if self.worth_trying else 0
 
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
         """Admit short requests and give them at most `lane` tokens of the step in total. Return these requests."""

@@ -74,6 +74,20 @@ def test_prompts_are_computed_whole_while_no_request_decodes_and_on_a_fast_devic
     assert max(plan.num_tokens for plan in Run(chats_and_late(), FAST).plans[1:]) == 256
 
 
+def test_prompts_keep_their_pace_after_preemptions_have_lowered_max_running() -> None:
+    scheduler = make_scheduler(KVManager(2000, KVLayout(16)), resolved(max_num_seqs=32), VirtualClock())
+    for request in chats_and_late():
+        scheduler.add(request)
+    scheduler.advance(scheduler.schedule())
+    assert len(scheduler.running) == 9
+    while not scheduler.admission.control.preempted(9):
+        pass
+    assert scheduler.admission.control.max_running < 9
+    scheduler.add(make_request("waits", [99] * 20, 4, arrival=0.0))
+    assert scheduler.admission.worth_trying
+    assert scheduler.admission.num_startable == 0
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "static"])
 def test_baselines_have_no_pace(policy: str) -> None:
     run = Run(chats_and_late(16), scheduling_policy=policy)
