@@ -1,7 +1,7 @@
 """Products with packed matrices of 4-bit or 8-bit codes."""
 # Up to MAX_ROWS rows are multiplied by a kernel that unpacks a few rows of the matrix to registers. For more rows,
 # tiles of the matrix are unpacked to memory and multiplied by torch. With all matrices of SmolLM2-135M in 4 bits, one
-# row takes 0.45 times as long as torch's float32 product on one core, 8 rows 0.2 times, and 32 rows 0.75 times
+# row takes 0.55 times as long as torch's float32 product on one core, 8 rows 0.35 times, and 32 rows 0.86 times
 # (measured).
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, jit, prefetch_rows, put, to_float32
+from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, from_float32, jit, prefetch_rows, put
 from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, own_part, run, thread_num
 from llmsched.kernels.cpu.vectors import (
     LANES,
@@ -113,8 +113,8 @@ def product_body(bits: int, shifted: int, groups_in_block: int, element: np.dtyp
         a = numba.carray(pointer, 1)[0]
         rows = numba.carray(as_pointer(a.rows), (a.num_rows, a.size), np.float32)
         codes = numba.carray(as_pointer(a.codes), (a.end, a.size // per_byte), code)
-        scales = numba.carray(as_pointer(a.scales), (a.end, a.groups), element)
-        offsets = numba.carray(as_pointer(a.offsets), (a.end, a.groups), element)
+        scales = numba.carray(as_pointer(a.scales), (a.end * a.groups,), element)
+        offsets = numba.carray(as_pointer(a.offsets), (a.end * a.groups,), element)
         output = numba.carray(as_pointer(a.output), (a.num_rows, a.width), np.float32)
         wide_scales = np.empty((CHUNK, a.groups), np.float32)
         wide_offsets = np.empty((CHUNK, a.groups), np.float32)
@@ -123,9 +123,9 @@ def product_body(bits: int, shifted: int, groups_in_block: int, element: np.dtyp
         while chunk < stop:
             first = min(chunk * CHUNK, a.end - CHUNK)  # the last chunk may overlap the one before
             prefetch_rows(codes, min(first + CHUNK, a.end), min(first + 2 * CHUNK, a.end))
-            copy_as_float32(scales[first : first + CHUNK], wide_scales)
+            copy_as_float32(scales[first * a.groups :], wide_scales.ravel())
             if shifted:
-                copy_as_float32(offsets[first : first + CHUNK], wide_offsets)
+                copy_as_float32(offsets[first * a.groups :], wide_offsets.ravel())
             number = 0
             while number < a.num_rows:
                 left = a.num_rows - number
@@ -172,8 +172,8 @@ def unpacking_body(
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]
         codes = numba.carray(as_pointer(a.codes), (a.end, a.size // per_byte), code)
-        scales = numba.carray(as_pointer(a.scales), (a.end, a.groups), element)
-        offsets = numba.carray(as_pointer(a.offsets), (a.end, a.groups), element)
+        scales = numba.carray(as_pointer(a.scales), (a.end * a.groups,), element)
+        offsets = numba.carray(as_pointer(a.offsets), (a.end * a.groups,), element)
         output = numba.carray(as_pointer(a.output), (a.end - a.first, a.size), written)
         wide_scales = np.empty((1, a.groups), np.float32)
         wide_offsets = np.empty((1, a.groups), np.float32)
@@ -181,9 +181,9 @@ def unpacking_body(
         number, stop = own_part(a.end - a.first, thread_num(), a.num_threads)
         while number < stop:
             row = a.first + number
-            copy_as_float32(scales[row : row + 1], wide_scales)
+            copy_as_float32(scales[row * a.groups :], wide_scales[0])
             if shifted:
-                copy_as_float32(offsets[row : row + 1], wide_offsets)
+                copy_as_float32(offsets[row * a.groups :], wide_offsets[0])
             unpack_row(codes, row, wide_scales, wide_offsets, unpacked, shifted, groups_in_block)
             copy(unpacked[0], output[number])
             number += 1
@@ -193,9 +193,27 @@ def unpacking_body(
 
 @jit()
 def copy_as_float32(source: Any, target: Any) -> None:
-    for row in range(source.shape[0]):
-        for i in range(source.shape[1]):
-            target[row, i] = to_float32(source[row, i])
+    for i in range(target.shape[0]):
+        target[i] = from_scale(source[i])
+
+
+def from_scale(element: Any) -> Any:
+    """Convert a finite number to float32: a float32, or the bits of a float16 (int16)."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(from_scale)  # type: ignore[untyped-decorator]
+def choose_scale_conversion(element: Any) -> Any:
+    return {types.float32: from_float32, types.int16: from_finite_float16}[element]
+
+
+def from_finite_float16(element: Any) -> Any:
+    # Unlike from_float16, it has no branches for infinity and NaN, which would take a fifth of a product's time.
+    bits = np.uint32(np.uint16(element))
+    magnitude = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
+    magnitude = np.float32(magnitude * np.float32(2.0**112))
+    sign = np.uint32(np.uint32(bits & np.uint32(0x8000)) << np.uint32(16))
+    return np.uint32(magnitude.view(np.uint32) | sign).view(np.float32)
 
 
 @jit()
