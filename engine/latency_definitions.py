@@ -102,7 +102,7 @@ def tpot(ttft: float, e2e: float, output_tokens: int) -> float | None:
 
 
 def reading_waits(arrivals: Sequence[Arrival], tokens_per_s: float) -> list[float]:
-    """Return the seconds that a reader at a speed of `tokens_per_s` waited for each late token.
+    """Return how many seconds a reader of `tokens_per_s` tokens per second waited for each late token.
 
     A token is late if it arrives after the reader has read the previous token. After a wait, reading continues with the
     late token, so one stall makes only one token late.

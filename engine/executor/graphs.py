@@ -105,9 +105,9 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs of a model's forward passes over decodes, one graph for each batch size.
+    """CUDA graphs of a model's forward passes over decodes: one for each number of rows. A row is one sequence.
 
-    `tables` [G, rows, blocks] (int32) are the block tables that the graphs read. The tables must be large enough for
+    `tables` [groups, rows, blocks] (int32) are the block tables that the graphs read. They must be large enough for
     every step.
     """
 
@@ -118,12 +118,15 @@ class DecodeGraphs:
         self.sizes: list[int] = []
 
     def size_for(self, num_rows: int) -> int | None:
-        """Return the size of the smallest graph with at least `num_rows` rows, or None."""
+        """Return the number of rows of the smallest graph that has at least `num_rows` rows, or None."""
         place = bisect_left(self.sizes, num_rows)
         return self.sizes[place] if place < len(self.sizes) else None
 
     def capture(self, inputs: ModelInputs) -> None:
-        """Capture a graph for inputs of this size. Raises NotCapturableError if the pass waits for the device."""
+        """Capture a graph of the model's forward pass, with as many rows as `inputs` has.
+
+        Raises NotCapturableError if the host would have to wait for the device during the forward pass.
+        """
         # Larger graphs should be captured first, so that smaller ones reuse their memory.
         size = len(inputs.input_ids)
         works = [*inputs.context.works]
@@ -138,10 +141,10 @@ class DecodeGraphs:
         self.sizes = sorted(self._graphs)
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
-        """Replay the graph for inputs of this size. Return logits [rows, vocab_size].
+        """Replay the graph that has as many rows as `inputs`, and return the logits [rows, vocab_size].
 
-        The logits are valid until the next call. The inputs must have the same addresses as the inputs with which the
-        graph was captured.
+        The logits are valid until the next call. Except for the block tables, the tensors in `inputs` must have the
+        same addresses as those with which the graph was captured.
         """
         graph = self._graphs[len(inputs.input_ids)]
         if inputs.fixed_bytes != graph.fixed_bytes:
@@ -152,7 +155,10 @@ class DecodeGraphs:
         return graph.recording.output
 
     def check(self, inputs: ModelInputs) -> None:
-        """Raise NotCapturableError if the graph and the same pass without a graph compute different logits."""
+        """Raise NotCapturableError if a replay of the graph computes other logits than the model without a graph.
+
+        Only the logits of the first and the last row are compared.
+        """
         found = self.run(inputs)[[0, -1]].float()
         expected = self._graphs[len(inputs.input_ids)].run()[[0, -1]].float()
         if (found - expected).norm() > TOLERANCE * expected.norm():

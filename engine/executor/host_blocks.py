@@ -88,7 +88,7 @@ class HostBlocks:
 
 
 def _runs(host_blocks: np.ndarray) -> Iterator[slice]:
-    """Yield slices of `host_blocks` with consecutive ids. No slice is longer than MAX_GATHERED."""
+    """Yield slices that split `host_blocks` into runs of consecutive ids, each of at most MAX_GATHERED blocks."""
     start = 0
     for end in range(1, len(host_blocks) + 1):
         if end == len(host_blocks) or host_blocks[end] != host_blocks[end - 1] + 1 or end - start == MAX_GATHERED:

@@ -1,4 +1,4 @@
-"""Parts of a step that TorchExecutor has packed or launched."""
+"""Data of a step, from the time that TorchExecutor packs it until its results are collected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SampledTokens:
             self._places[sequence] = len(self._places)
 
     def add_ids(self, token_ids: torch.Tensor) -> None:
-        """Add the ids [N] of the next N sequences, in the order of `add_sequences`."""
+        """Add the token ids [N] of the next N sequences, in the order in which `add_sequences(...)` got them."""
         self._ids.append(token_ids)
 
     def places(self, sequences: ListLike[Sequence]) -> npt.NDArray[np.int64]:
@@ -43,7 +43,7 @@ class SampledTokens:
 
 
 class PackedPart(NamedTuple):
-    """Part of a step whose arrays are in the StepBuffers."""
+    """Part of a step whose inputs have been written to the StepBuffers."""
 
     indices: ListLike[int]  # numbers of the rows in the step
     rows: ListLike[ScheduledRow]

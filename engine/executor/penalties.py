@@ -98,9 +98,9 @@ class LogitEditor:
 def locate(
     device: torch.device, rows: ListLike[int], ids: ListLike[npt.NDArray[np.int64]]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a matrix index that selects the entries (rows[i], id) for each id in ids[i]. None: there are no entries.
+    """Return an index that selects the logits (rows[i], id) for each id in ids[i], or None if there are no ids.
 
-    The index is a pair of tensors on `device`. The entries must be distinct.
+    The index is a pair of tensors on `device`: rows and ids. No pair (row, id) may occur twice.
     """
     lengths = [len(each) for each in ids]
     if not sum(lengths):

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on a seed, a position and a name.
+"""Keys of random numbers, which depend only on a seed and a position.
 
 Source: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -22,7 +22,7 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def keys(seeds: ListLike[int], positions: ListLike[int]) -> UInt64:
-    """Return the Philox keys of N pairs (seed, position), as two 32-bit words each, [2, N].
+    """Return a random key for each of N pairs (seed, position): two 32-bit words of Philox output, [2, N].
 
     Seeds are taken modulo 2**64 and may be negative. Positions must be 0 or more.
     """

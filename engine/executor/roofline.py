@@ -2,7 +2,7 @@
 
 The time is the sum of these parts:
 
-    launch      per step + per layer x layers + per row x rows (sampling, host work)
+    launch      constants per step, per layer and per sampled token, and reading of recurrent states
     matrices    dense, experts, head: hypot(operations / matrix rate, bytes / bandwidth)
     vectors     norms, residuals, activations: bytes / bandwidth
     attention   of prefills and of decodes: hypot(operations / attention rate, KV bytes / KV bandwidth)
@@ -28,7 +28,7 @@ from llmsched.profiles.gpus import GpuSpec
 class Roofline:
     """StepCost of a language model on a GPU, for a kind of engine such as vLLM.
 
-    Raises ConfigError for a `dtype` that the GPU cannot multiply.
+    Raises ConfigError for a `dtype` in which the GPU cannot multiply.
     """
 
     def __init__(self, work: ModelFlops, gpu: GpuSpec, engine: EngineSpec, *, dtype: str = "bfloat16") -> None:
@@ -98,7 +98,10 @@ def _seconds(
 
 
 def _sums(parts: Iterable[tuple[bool, float]]) -> tuple[float, float]:
-    """Return the sum of the values of full-attention layers, and the sum of the values of sliding-window layers."""
+    """Return the sum for full-attention layers and the sum for sliding-window layers.
+
+    Each of `parts` is a pair: whether its layers have a sliding window, and the number to add.
+    """
     full = windowed = 0.0
     for is_windowed, value in parts:
         full, windowed = (full, windowed + value) if is_windowed else (full + value, windowed)

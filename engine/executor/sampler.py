@@ -113,7 +113,7 @@ def result_of(outcome: int) -> RowResult:
 
 
 def parameters_of(sequences: ListLike[Sequence]) -> npt.NDArray[np.float64]:
-    """Return the parameters of `reference.sample` for the next tokens of S sequences, as an array [6, S]."""
+    """Return sampling parameters [6, S] for the next tokens of S sequences: one row for each SamplingParameter."""
     samplings = [sequence.sampling for sequence in sequences]
     parameters = np.zeros((len(SamplingParameter), len(sequences)))
     settings = [(0.0 if is_greedy(s) else s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings]
@@ -150,8 +150,8 @@ def enqueue_logprobs(
 ) -> list[PendingLogprobs]:
     """Start to compute log-probabilities of some tokens in each row of logits [N, V].
 
-    For row i, the tokens are token_ids[i] and the counts[i] best tokens. Each part of the result has at most
-    `rows_at_once` rows.
+    For row i, the tokens are token_ids[i] and the counts[i] best tokens. The rows are divided into parts of at most
+    `rows_at_once` rows, with one PendingLogprobs for each part.
     """
     return [
         PendingLogprobs(torch.log_softmax(logits[part].float(), dim=1), token_ids[part], counts[part])

@@ -261,10 +261,10 @@ class TorchExecutor(Executor):
     def capture(
         self, max_rows: int, max_model_len: int, progress: Progress = silent, record: Recorder | None = None
     ) -> CapturedGraphs | None:
-        """Capture CUDA graphs for decodes of up to `max_rows` sequences. Call `warmup` first.
+        """Capture CUDA graphs for decodes of up to `max_rows` sequences. Call `warmup(...)` first.
 
-        This overwrites the cache. Returns None on a CPU without `record`. If the capture fails, a warning says why, and
-        the result is None too.
+        This overwrites the KV cache. Returns None on a CPU if `record` is not given. If the capture fails, logs a
+        warning that says why and returns None.
         """
         if record is None:
             if self._stream is None:
@@ -299,7 +299,7 @@ class TorchExecutor(Executor):
     def used_bytes(self) -> int:
         """Return the bytes of GPU memory that all programs use, 0 on a CPU.
 
-        Before the measurement, queued work ends, and torch releases memory that it keeps for later.
+        Before it measures, it waits for queued work and makes torch release the memory that torch keeps for later.
         """
         if self._stream is None:
             return 0

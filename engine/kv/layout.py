@@ -58,14 +58,15 @@ class KVLayout:
         return self.full_groups * width + self.window_groups * min(width, self.num_behind + 1)
 
     def room(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return for each sequence length in `num_tokens` the number of tokens kept, summed over layer groups."""
+        """Return how many tokens of KV a sequence of each length in `num_tokens` keeps at most, summed over groups."""
         windowed: npt.NDArray[np.int64] = num_tokens.clip(max=(self.num_behind + 1) * self.block_size)
         return self.full_groups * num_tokens + self.window_groups * windowed
 
     def longest(self, num_blocks: int) -> int:
         """Return the length in tokens of the longest sequence that fits in `num_blocks` blocks.
 
-        Returns sys.maxsize if there are only sliding-window groups and each has blocks for one window.
+        Returns sys.maxsize if every length fits: if there are only sliding-window groups, and the blocks hold a window
+        in each of them.
         """
         window = self.num_behind + 1
         width = num_blocks // self.num_groups

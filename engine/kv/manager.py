@@ -59,7 +59,7 @@ class KVManager:
 
     Between two steps, a request holds blocks for all its tokens in each full-attention group. In each sliding-window
     group, it holds the blocks that KVLayout describes. During a step, sliding-window groups also need room for the
-    tokens that the step computes (`reach`).
+    tokens that the step computes (see `reach(...)`).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class KVManager:
     # -- admission --------------------------------------------------------------------------------------------
 
     def num_missing(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many available blocks an admission of the request takes, with room for all its tokens."""
+        """Return how many available (free or cached) blocks `admit(...)` would take for the request."""
         layout, width = self.layout, self.layout.width(request.num_tokens)
         missing = layout.full_groups * (width - len(hit.nodes)) + hit.num_evictable
         if not layout.window_groups:
@@ -154,7 +154,7 @@ class KVManager:
         return min(end, table.capacity)
 
     def trim(self, request: Request) -> None:
-        """Release the blocks that the request got from `reach` for a step that was not computed."""
+        """Release the blocks that `reach(...)` allocated to the request for a step that was not computed."""
         table = request.table
         if self.layout.window_groups:
             end = table.needed_window_end(self.layout.width(request.num_tokens))
@@ -205,7 +205,10 @@ class KVManager:
         return max(kept, self._num_held_by_others(request))
 
     def num_swapped(self, request: Request) -> int:
-        """Return how many blocks `swap_out` would copy: all with KV, except leading blocks that others hold too."""
+        """Return how many blocks `swap_out(...)` would copy.
+
+        Blocks with KV are copied, except leading blocks that other requests or pins hold too.
+        """
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
     def swap_out(self, request: Request) -> None:

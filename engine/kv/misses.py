@@ -48,14 +48,14 @@ class Misses:
         self._ghosts: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
 
     def evicted(self, node: PrefixNode, now: float) -> None:
-        """Remember that `node` was evicted at time `now`, until MAX_GHOSTS other nodes are evicted."""
+        """Remember that `node` was evicted at time `now`. Only the last MAX_GHOSTS evicted nodes are remembered."""
         self._ghosts[node.path_hash] = (node.key, now)
         self._ghosts.move_to_end(node.path_hash)
         if len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
 
     def skipped(self) -> Miss:
-        """Count and return a miss of kind SKIPPED."""
+        """Count and return the miss of a request that does not look anything up in the cache."""
         self.counts[MissKind.SKIPPED] += 1
         return Miss(MissKind.SKIPPED, 0)
 
@@ -137,7 +137,7 @@ class PromptWatch:
         self._recent: deque[_Divergence | None] = deque(maxlen=WINDOW)
 
     def add(self, prompt: Sequence[int], diverged_at: int | None, *, private: bool = False) -> None:
-        """Record the latest prompt. It diverges from cached prompts at token `diverged_at` (None: nowhere)."""
+        """Record the latest prompt, which diverges from cached prompts at token `diverged_at` (None: nowhere)."""
         self.num_seen += 1
         if diverged_at is None or len(prompt) - diverged_at < max(diverged_at, MIN_LOST):
             self._recent.append(None)

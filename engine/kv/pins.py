@@ -15,7 +15,7 @@ from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, en
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
-    """Return how many blocks pins may hold: `share` x `num_blocks`, but leave `max_request_blocks` blocks."""
+    """Return how many blocks pins may hold: `share` x `num_blocks`, but at least `max_request_blocks` must remain."""
     return max(0, min(int(share * num_blocks), num_blocks - max_request_blocks))
 
 
@@ -44,8 +44,8 @@ class Pins:
     """Pinned prefixes of an engine.
 
     A pin references all blocks of its prefix in full-attention groups, and the blocks of the last window in
-    sliding-window groups. All pins together have at most `max_blocks` blocks, written or still to be written. A block
-    that several pins share counts once.
+    sliding-window groups. Together, pins hold at most `max_blocks` blocks, including blocks that are still to be
+    written. A written block that several pins share counts once.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:

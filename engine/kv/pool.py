@@ -9,7 +9,7 @@ from llmsched.engine.kv.eviction import EvictionOrder
 
 
 class KVUsage(NamedTuple):
-    """Use of KV memory in tokens. A token counts once in each layer group."""
+    """Use of KV memory in tokens. Each token counts once for each layer group that has room for it."""
 
     held: int  # room in blocks that requests or pins hold
     empty: int  # part of `held` without KV
@@ -66,7 +66,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int], *, shared: bool = False) -> None:
-        """Add a reference to each block. Set `shared` if another request wrote the blocks, which are a prefix."""
+        """Add a reference to each block. Set `shared` if the blocks hold a prefix that another request wrote."""
         blocks, ref_count = list(blocks), self._ref_count
         for block in blocks:
             if ref_count[block] == 0:

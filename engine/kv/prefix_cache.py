@@ -28,7 +28,7 @@ MIN_COPIED = 4
 
 
 class InFlightPrefixes:
-    """Index of running requests by the prefix of their findable blocks."""
+    """Index of running requests, by the prefix that each has in findable blocks (see KVManager)."""
 
     def __init__(self) -> None:
         self._after: dict[PrefixNode | str, dict[Request, None]] = {}
@@ -37,7 +37,7 @@ class InFlightPrefixes:
         self._after.setdefault(_key(request), {})[request] = None
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Call this before the request's findable prefix changes, and `add` after the change."""
+        """Remove a request. Call this before the request's findable prefix changes, and `add(...)` afterwards."""
         key = _key(request)
         del self._after[key][request]
         if not self._after[key]:
@@ -47,11 +47,11 @@ class InFlightPrefixes:
         return [request for requests in self._after.values() for request in requests]
 
     def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
-        """Find a partly written block after the prefix `node` that begins with tokens of `tokens`.
+        """Find the partly written block that follows a prefix and has the most leading tokens in common with `tokens`.
 
-        `tokens` is at most one encoded block. `node` None is the empty prefix under `salt`. Among several such blocks,
-        the one with the most equal tokens is taken. Returns its block ids, one of each group, and the number of equal
-        tokens. Returns None if there is no such block.
+        `node` is the node of the prefix (None: the empty prefix under `salt`). `tokens` is at most one encoded block.
+        Returns the block ids, one for each group, and the number of common tokens, or None if no block has a token in
+        common.
         """
         best: tuple[tuple[int, ...], int] | None = None
         for request in self._newest(node, salt):
@@ -141,7 +141,7 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes can be reused."""
+        """Return how many leading nodes can be reused: the last ones must still have their sliding-window blocks."""
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0

@@ -55,7 +55,7 @@ class PrefixTree:
     """Tree of token blocks with one root per cache salt.
 
     A node's blocks hold KV computed after the tokens of its ancestors, and a block belongs to at most one node. A node
-    with children stays in the tree even if its blocks are evicted.
+    with children stays in the tree even if its sliding-window blocks are evicted.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -72,8 +72,8 @@ class PrefixTree:
     ) -> list[PrefixNode]:
         """Return the nodes of the longest prefix of the encoded `tokens` that is in the tree under `salt`.
 
-        Only blocks of tokens with the indices `first` to `max_blocks` - 1 are looked up. If `first` is not 0, `node`
-        must be the node of the block before `first`.
+        `tokens` is divided into blocks, of which only those with index `first` to `max_blocks` - 1 are looked up. If
+        `first` is not 0, `node` must be the node of the block before it.
         """
         if node is None and (node := self._roots.get(salt)) is None:
             return []
@@ -127,9 +127,9 @@ class PrefixTree:
         self._node_of_block.update(dict.fromkeys(blocks, node))
 
     def remove(self, block: int) -> tuple[Sequence[PrefixNode], Sequence[int]]:
-        """Remove an evicted block from the tree, with all blocks that no lookup can return without it.
+        """Remove an evicted block from the tree, and the blocks that no lookup can return any more.
 
-        Returns the removed nodes and the other removed blocks.
+        Returns the removed nodes, and the removed blocks other than `block`.
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
@@ -157,7 +157,10 @@ class PrefixTree:
             del self._roots[parent.salt]
 
     def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
-        """Return True if a prefix under another salt, one of the `most` newest, begins with the tokens `key`."""
+        """Return True if a prefix under another salt begins with the tokens `key`.
+
+        Only the `most` newest salts are searched.
+        """
         roots = islice(reversed(self._roots.values()), most)
         return any(key in root.children for root in roots if root.salt != salt)
 
@@ -182,7 +185,7 @@ class PrefixHit(NamedTuple):
         return self.nodes[self.window_start :]
 
     def blocks(self) -> list[int]:
-        """Return the blocks that admission acquires, in the order of the prefix."""
+        """Return the blocks that admission acquires: full-attention blocks, then sliding-window blocks."""
         return blocks_of(self.nodes, self.window_nodes)
 
 

@@ -120,7 +120,7 @@ class BlockCopies:
         self._source_of: dict[int, int] = {}
 
     def note(self, sources: Sequence[int], table: BlockTable, index: int) -> None:
-        """Schedule copies of `sources`, which has one block of each group, to the blocks at `index` of the table."""
+        """Schedule copies of `sources`, one block of each group, to the blocks at `index` of `table`."""
         full, window = table.column(index)
         blocks = [*full, *window]
         for group, source in enumerate(sources):
@@ -134,7 +134,7 @@ class BlockCopies:
                 self._swap.overwrite(destination)
 
     def pending(self) -> list[tuple[int, int]]:
-        """Return the (source, destination) blocks scheduled since the last `take`, in order."""
+        """Return the pairs (source, destination) that were scheduled since the last `take()`, in order."""
         return [(source, destination) for destination, source in self._source_of.items()]
 
     def take(self) -> list[tuple[int, int]]:

@@ -73,11 +73,14 @@ class BlockTable:
         return growing
 
     def needed_window_end(self, width: int) -> int:
-        """Return the `window_end` that a sequence of `width` blocks needs."""
+        """Return the `window_end` needed for a sequence whose tokens fill `width` blocks per group."""
         return min(width, self.window_start + self.layout.num_behind + 1)
 
     def extend(self, end: int, blocks: Sequence[int]) -> None:
-        """Extend full-attention rows to length `end` with `blocks`, which has the new blocks row by row."""
+        """Extend full-attention rows to length `end`.
+
+        `blocks` has the new blocks of the first row, then those of the second row, and so on.
+        """
         full = self.layout.full_groups
         if end > self._ids.shape[1]:
             self._ids = np.concatenate([self._ids, np.zeros((len(self._ids), end), dtype=np.int32)], axis=1)
@@ -86,7 +89,7 @@ class BlockTable:
         self._set_capacity()
 
     def open_window(self, start: int, nodes: Sequence[PrefixNode]) -> None:
-        """Put the window blocks of `nodes` into the row of each sliding-window group, from block index `start` on."""
+        """Let sliding-window rows begin at index `start`, with the sliding-window blocks of `nodes`."""
         self.window_start = start
         self.window_end = start + len(nodes)
         if nodes:
@@ -95,7 +98,10 @@ class BlockTable:
         self._set_capacity()
 
     def extend_window(self, blocks: Sequence[int]) -> None:
-        """Extend all sliding-window rows by the same number of blocks; `blocks` has the new blocks row by row."""
+        """Extend all sliding-window rows by the same number of blocks.
+
+        `blocks` has the new blocks of the first row, then those of the second row, and so on.
+        """
         end = self.window_end + len(blocks) // self.layout.window_groups
         self._ids[self.layout.full_groups :, self.window_end : end] = np.reshape(
             blocks, (self.layout.window_groups, -1)
@@ -134,7 +140,7 @@ class BlockTable:
         return column[:full], column[full:]
 
     def replace(self, index: int, group: int, blocks: Sequence[int]) -> None:
-        """Replace the blocks at `index` of consecutive groups, the first of which is `group`."""
+        """Put `blocks` at `index` into the rows of consecutive groups, the first of which is `group`."""
         self._ids[group : group + len(blocks), index] = blocks
 
     def full_blocks(self, start: int, end: int) -> list[int]:

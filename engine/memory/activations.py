@@ -6,15 +6,16 @@ A step runs MLPs, attention and the sampler one after the other, so the peak in 
                (residual, its normalised copy, two vectors of attention; gate, up and their product; rotary tables)
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
                + context x bytes per token of the keys and values that one layer gathers for one sequence
-    sampler    sequences x vocab x dtype + 3 x min(sequences x vocab x 4, 1/1024 of the device's memory)
-               (only for sequences with penalties or log-probabilities; the others are sampled without a copy, on a
-               CPU with vocab x 8 bytes of weights per thread, which are not counted)
+    sampler    sequences x vocab x dtype + 3 x min(sequences x vocab x 4, limit)
+               (the second term is for sequences with penalties or log-probabilities; the others are sampled without a
+               copy, but on a CPU each thread needs vocab x 8 bytes, which are not counted)
 
-`dtype` is the size of one number in bytes; hidden, inner, query, kv, head_dim and vocab are sizes of the model. A CPU
-without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so the MLP needs
-tokens x inner x 6 bytes more, because gate and up are computed as one product. Where matrices stay quantised, the MLP
-needs 2 MiB more, into which parts of them are unpacked. The attention term applies only to CPUs, because the GPU kernel
-reads KV in place. Tests compare these terms with the bytes that torch allocates.
+`dtype` is the size of one number in bytes; `limit` is 1/1024 of the device's memory, but at least 16 MiB; hidden,
+inner, query, kv, head_dim and vocab are sizes of the model. A CPU without bfloat16 instructions computes products of
+16-bit numbers in fp32 and then rounds them, so the MLP needs tokens x inner x 6 bytes more, because gate and up are
+computed as one product. Where matrices stay quantised, the MLP needs 2 MiB more, into which parts of them are unpacked.
+The attention term applies only to CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the
+bytes that torch allocates.
 graph_memory.py has the memory of CUDA graphs.
 """
 
@@ -42,7 +43,7 @@ _FLOAT32 = 4
 
 
 def logits_limit(device_bytes: int) -> int:
-    """Return the most bytes that one fp32 copy of logits may take on a device with this memory."""
+    """Return the most bytes that one fp32 copy of logits may take on a device with `device_bytes` of memory."""
     return max(16 << 20, device_bytes >> 10)
 
 

@@ -71,7 +71,7 @@ class MemoryDemand:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change that makes a demand fit: `what` to do, its `cost`, and the resulting `plan`."""
+    """Change that makes a demand fit or lowers it: `what` to do, its `cost`, and the resulting `plan`."""
 
     what: str
     cost: str
@@ -88,7 +88,7 @@ def changes(
     demand: MemoryDemand,
     gpus: Sequence[tuple[str, DeviceMemory]] = (),
 ) -> list[Change]:
-    """Return the changes that would make `demand` fit, the cheapest first.
+    """Return changes that would make `demand` fit or lower it to what fits, roughly the cheapest first.
 
     `gpus` are the names and memory of other GPUs to try.
     """

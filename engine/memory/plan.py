@@ -124,7 +124,7 @@ class MemoryPlan:
         return int(self.headroom * self.num_blocks)
 
     def resolve(self, config: EngineConfig, dtype: str, kv_dtype: str) -> ResolvedConfig:
-        """Return `config` with this plan's choices filled in. Raises `problem` if the plan does not fit."""
+        """Return `config` with this plan's choices filled in. Raises the plan's `problem` if it does not fit."""
         if self.problem is not None:
             raise self.problem
         knobs: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
@@ -144,7 +144,7 @@ class MemoryPlan:
         return min(fitting, self.max_num_seqs_limit) if self.state_bytes_per_seq else fitting
 
     def num_admitted_at(self, length: int) -> int:
-        """Return how many requests with prompts of `length` tokens admission starts at the same time."""
+        """Return how many requests with prompts of `length` tokens an idle engine can admit at the same time."""
         fitting = self.num_seqs_at(length)
         if not self.block_bytes:
             return fitting
@@ -186,7 +186,7 @@ def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
 
 
 def ratios(plan: MemoryPlan) -> dict[str, float]:
-    """Return measured / planned bytes of each part, by its name in a profile, such as "kv_ratio".
+    """Return measured / planned bytes of each part. The keys are names in a profile, such as "kv_ratio".
 
     Returns {} if no engine has started with the plan.
     """

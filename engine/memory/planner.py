@@ -1,13 +1,15 @@
 """Memory model: the bytes that a device holds besides KV, and the number of KV blocks that fit in the rest.
 
     GPU   budget    = min(total x gpu_memory_utilization, total - what other programs hold)
-          KV        = budget - weights - activations - context - CUDA graphs - recurrent state
-    CPU   KV        = kv_cache_memory_bytes, else min(4 GiB, a quarter of the available memory)
+          KV        = budget - weights - activations - CUDA context - CUDA graphs - recurrent state
+    CPU   KV        = min(4 GiB, a quarter of the available memory, what the other parts leave)
     both  blocks    = KV // (block_size x bytes per token that the layers of one group cache)
+
+num_gpu_blocks_override or kv_cache_memory_bytes, if set, determines KV instead.
 
 A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token is sampled, but its KV is not computed.
 If layers are cached in groups (engine/kv/layout.py), the sequence needs this number of blocks in each full-attention
-group, and at most ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. Every block is usable.
+group, and at most ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. No block is reserved.
 
 `llmsched kv-budget` prints the plan that results from this model, and `llmsched serve` allocates memory by this plan.
 """
@@ -81,8 +83,8 @@ def plan_memory(
     """Return the memory plan of a model on a device. If the model does not fit, the plan's `problem` says why.
 
     If max_model_len is not set, the plan uses the model's limit, or the longest sequence that fits if that is shorter.
-    With `profile`, activations take the memory that vLLM sets aside. Raises ConfigError for a max_model_len above the
-    model's limit, and ModelError for a model that needs neither KV nor recurrent state.
+    With `profile`, a plan for a GPU reserves the memory that vLLM reserves besides weights and KV. Raises ConfigError
+    for a max_model_len above the model's limit, and ModelError for a model that needs neither KV nor recurrent state.
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
@@ -105,10 +107,10 @@ def plan_memory(
 
 
 def refit(plan: MemoryPlan, config: EngineConfig, measured: MeasuredMemory) -> MemoryPlan:
-    """Return a plan whose KV takes the memory that is left after what was measured. Other parts stay as planned.
+    """Return a plan in which KV takes the memory that the measured parts leave. Other parts stay as planned.
 
-    Activations take the larger of both values, because not every kind of step was measured. If the model does not fit,
-    the returned plan has the measured values of all parts and a `problem`.
+    For activations, the larger of planned and measured bytes is subtracted, because not every kind of step was
+    measured. If the model does not fit, the returned plan has the measured bytes of all parts and a `problem`.
     """
     fixed: dict[str, Any] = {
         "weights_bytes": measured.weights,
@@ -300,8 +302,9 @@ def open_planner(
 ) -> ModelPlanner:
     """Return the planner of the model `spec`: a directory, a config.json, a .gguf file, demo, or a hub id.
 
-    `weights` overrides the size of the weights. `quantization`, a key of QUANTIZATIONS, plans for that format. Raises
-    ModelError for a model that cannot be read, and ConfigError if the quantization is unknown or does not apply.
+    `weights` overrides the size of the weights. If `quantization` (a key of QUANTIZATIONS) is given, the planner plans
+    for that format. Raises ModelError for a model that cannot be read, and ConfigError if the quantization is unknown
+    or the model is already quantised.
     """
     content, directory, origin = _read_model(spec, progress)
     name = "" if spec.endswith(".gguf") else model_name(spec)
@@ -312,7 +315,7 @@ def open_planner(
 
 
 def _read_model(spec: str, progress: Progress) -> tuple[Mapping[str, Any], Path | None, str]:
-    """Return the content and the origin of config.json, and the directory of the weight files (None: unknown)."""
+    """Return the content of config.json, the directory of the weight files (if known), and the content's origin."""
     path = Path(os.path.expanduser(spec))
     if path.is_dir() or path.name == "config.json":
         directory = path if path.is_dir() else path.parent
