@@ -27,7 +27,7 @@ def check_file(flag: str, path: Path, read: Path | None = None) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Raise an OSError of the block as a LlmschedError that names the flag and the file."""
+    """Turn an OSError of the block into a LlmschedError that names the flag and the file."""
     try:
         yield
     except OSError as problem:

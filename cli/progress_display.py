@@ -87,7 +87,7 @@ def detail(text: str) -> None:
 
 @contextmanager
 def shown(display: Display) -> Iterator[None]:
-    """Show the texts of `detail` in `display` while the block runs."""
+    """Show the texts passed to `detail(...)` in `display` while the block runs."""
     _displays.append(display)
     try:
         yield

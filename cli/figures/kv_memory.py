@@ -77,7 +77,7 @@ def merged(meters: Sequence[KVMeter]) -> KVMeter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Memory usage of a target during a run. Shares refer to all KV memory, except `kv_waste`."""
+    """Memory usage of a target during a run. `peak_kv_share` and `mean_kv_share` are shares of all KV memory."""
 
     steps: int | None  # None if the figures come from `samples` of the target's state
     samples: int

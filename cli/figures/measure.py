@@ -126,7 +126,7 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _cache_warnings(run: RunRecord) -> Iterator[str]:
-    """Yield a warning if the target's cache served more prompt tokens than the prompts have in common."""
+    """Yield a warning if the target's prefix cache served a larger share of prompt tokens than the load repeats."""
     records = [record for record in run.records if record.usage.prompt_tokens]
     hit_rate = _hit_rate(records) if records and run.repeated_share is not None else None
     if hit_rate is None or run.repeated_share is None:

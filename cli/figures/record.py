@@ -61,7 +61,7 @@ class RequestRecord:
 
     @property
     def client_lag(self) -> float | None:
-        """Seconds from when the client could have sent the request until it sent it, without the time to connect."""
+        """Seconds by which the client sent the request later than it could have, without the time to connect."""
         return None if self.sent is None or self.ready is None else self.sent - self.ready - (self.connect_time or 0.0)
 
     @property
@@ -69,7 +69,7 @@ class RequestRecord:
         return self.end is not None and self.failure is None
 
     def moved(self, seconds: float, places: int) -> RequestRecord:
-        """Return a copy with `seconds` added to all times and `places` to the index, without the timeline."""
+        """Return a copy with `seconds` added to all times, `places` added to the index, and no `timeline`."""
         times = {name: getattr(self, name) for name in ("ready", "sent", "connecting", "connected", "end")}
         later: dict[str, Any] = {name: None if time is None else time + seconds for name, time in times.items()}
         return replace(

@@ -58,7 +58,7 @@ class Figure:
         return value * 1e3 if self.unit == "ms" and value is not None else value
 
     def row(self, run: MeasuredRun) -> list[str] | None:
-        """Return label and value for the table of totals, or None if there is no value and no unit."""
+        """Return label and value for the table of totals; None if the figure has neither a value nor a unit."""
         value = self.get(*run)
         return None if value is None and not self.unit else [self.label, format_value(value, self.unit)]
 

@@ -52,7 +52,7 @@ def steady_window(records: Sequence[RequestRecord], done: Sequence[ServedRequest
     """Return the start and end of the steady state, on the clock of the records; None if the state is too short.
 
     The steady state starts one median E2E after the start of the run, when about as many requests end as are sent. It
-    ends when, after all requests were sent, the next one ends.
+    ends with the first request that ends after all requests were sent.
     """
     sent = [at for record in records if (at := record.connecting if record.sent is None else record.sent) is not None]
     ends = [record.end for record in records if record.end is not None]

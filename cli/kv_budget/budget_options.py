@@ -162,7 +162,7 @@ def all_gpus() -> list[GpuSpec]:
 
 
 def _find_gpu(field: str, name: str, alternative: str = "") -> GpuSpec:
-    """Return the GPU `name`. Raises ConfigError for the flag `field`, with the advice `alternative`."""
+    """Return the GPU `name`. If it is unknown, raise a ConfigError for `field` whose text ends in `alternative`."""
     try:
         return find_gpu(name)
     except UnknownNameError as unknown:

@@ -27,7 +27,7 @@ def capacity_by_length(plan: MemoryPlan, mean: int | None) -> list[dict[str, Any
 
 
 def concurrency(analysis: BudgetAnalysis) -> dict[str, Any] | None:
-    """Return how many requests of `analysis.lengths` fit, and the probability that a step preempts a request."""
+    """Return how many requests with lengths like `analysis.lengths` fit, and how likely a step is to preempt one."""
     plan, lengths = analysis.plan, analysis.lengths
     if lengths is None or not plan.fits or (kept := lengths.within(plan.max_model_len)) is None:
         return None

@@ -1,6 +1,6 @@
-"""Random arrival times, by time rescaling of an inhomogeneous Poisson process.
+"""Arrival times by time rescaling: times of arrivals at a mean rate of 1 are drawn and stretched to the actual rate.
 
-Request k is due when the integral of the rate equals the k-th time of a process with a mean rate of 1.
+Request k is due when the integral of the actual rate equals the k-th drawn time.
 """
 
 from __future__ import annotations

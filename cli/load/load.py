@@ -92,7 +92,7 @@ class Load(Schedule, ABC):
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """Return further values for `parameters`. They replace settings of the same name."""
+        """Return further values for `parameters()`, where they replace settings of the same name."""
 
     def with_seed(self, seed: int) -> Self:
         return replace(self, seed=seed)
@@ -109,7 +109,7 @@ class Load(Schedule, ABC):
         """
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
-        """Return the same load as `head`, but with each request sent when the previous one has ended."""
+        """Return the same load as `head(...)`, but with each request sent when the previous one has ended."""
         return replace(self.head(count, seed=seed), max_concurrency=1)
 
 

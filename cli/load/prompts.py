@@ -1,4 +1,4 @@
-"""Prompts: random tokens or words (stored as Parts, drawn when sent), given texts, or given token ids."""
+"""Prompts: given texts, given token ids, or random tokens or words, of which only the Parts are stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PREFIX, OWN, BLOCK = range(3)
 
 
 class Prompt:
-    """Prompt of token ids or of text: one of `token_ids` and `text` is None. Each access computes the value again."""
+    """Prompt of token ids (`text` is None) or text (`token_ids` is None). Each access may compute the value again."""
 
     __slots__ = ()
 

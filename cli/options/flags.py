@@ -130,7 +130,10 @@ def option_parameter(name: str, annotation: Any, default: Any = None) -> inspect
 def replace_keyword(
     keyword: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Return a decorator that gives a Typer command `options`, from which `make` computes the argument `keyword`."""
+    """Return a decorator that gives a Typer command `options` in place of its parameter `keyword`.
+
+    `make` computes the argument `keyword` from the options' values.
+    """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
         own = inspect.signature(command, eval_str=True).parameters

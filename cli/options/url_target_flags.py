@@ -61,7 +61,10 @@ class UrlTargetFlags:
 
 
 def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options: EngineOptions) -> HttpOptions:
-    """Return the settings for requests to a server. Raises LlmschedError for an invalid URL or any engine flag."""
+    """Return the settings for requests to a server.
+
+    Raises LlmschedError for an invalid URL or API key, or if a flag of the engine was given.
+    """
     if engine_options.given:
         names = ", ".join(map(flag, engine_options.given))
         raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")

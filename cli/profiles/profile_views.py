@@ -115,7 +115,7 @@ def show_content(name: str, content: Mapping[str, Any]) -> None:
 
 
 def compare_profiles(first: str, second: str) -> dict[str, Any]:
-    """Return the differing keys of each table, with their values in both profiles. Raises ProfileError."""
+    """Return the keys that differ in each table of two profiles, with both values. Raises ProfileError."""
     one, other = load_profile(first), load_profile(second)
     found: dict[str, Any] = {table: _differences(getattr(one, table), getattr(other, table)) for table in _TABLES}
     found["measured"] = _differences({"measured": one.measured}, {"measured": other.measured})

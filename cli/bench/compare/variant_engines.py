@@ -86,7 +86,7 @@ class VariantEngines:
             yield service
 
     def _largest(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings of `config`, with enough memory for all variants that can share this memory."""
+        """Return engine settings with enough memory for all variants that can share memory with `config`."""
         from llmsched.engine.build import RESERVING
 
         def reserving(one: EngineConfig) -> list[Any]:

@@ -42,7 +42,7 @@ def configure(base: EngineConfig, variants: Sequence[Variant]) -> dict[str, Engi
 
 
 def check_given(variants: Sequence[Variant], given: Mapping[str, Any]) -> None:
-    """Raise LlmschedError if every variant overrides a setting in `given`, the settings of flags."""
+    """Raise LlmschedError if a setting in `given`, from a flag, has no effect because every variant sets it."""
     for name in given:
         if all(name in variant.knobs for variant in variants):
             flag = "--" + name.replace("_", "-")

@@ -55,7 +55,7 @@ class RateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """Result of a knee search, with the JSON reports on the idle target and on a burst of all requests, if measured."""
+    """Result of a knee search. `idle` and `burst` report on requests sent one by one and all at once, if measured."""
 
     goal: KneeGoal
     slo: Slo
@@ -66,7 +66,7 @@ class Exploration:
 
     @property
     def at_knee(self) -> RateAttempt | None:
-        """Attempt at the knee's rate, if possible one that has a `run`; None if there is no knee."""
+        """Attempt at the knee's rate, preferably the first one that has a `run`; None if there is no knee."""
         tried = [one for one in self.attempts if one.rate == self.knee.rate]
         return next((one for one in tried if one.run is not None), tried[0] if tried else None)
 
@@ -134,7 +134,7 @@ def _default_slo(idle: Measurement | None) -> Slo:
 
 
 def _goal(load: Load, limits: KneeLimits, idle: Measurement | None, burst: Measurement | None) -> KneeGoal:
-    """Return the goal of the search. If flags set no rates, choose them by the figures `idle` and `burst`."""
+    """Return the goal of the search. The figures `idle` and `burst` decide the rates that no flag sets."""
     most = None if burst is None else burst.rates.requests
     if burst is not None and not most:
         raise LlmschedError(f"no request was served, so the rates to try are unknown: {_why(burst)}")

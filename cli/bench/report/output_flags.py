@@ -48,7 +48,10 @@ class OutputFlags:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
     def check(self, modes: ModeFlags, read: Path | None) -> None:
-        """Raise LlmschedError if an output file cannot be written or is `read`, or if flags contradict each other."""
+        """Raise LlmschedError for contradicting flags and for output files that cannot be written.
+
+        Output must not overwrite `read`, the input file.
+        """
         if self.save_detailed is not None and not modes.one_run:
             raise LlmschedError(
                 "--save-detailed works only with a single run; drop it, or drop --find-knee/--compare/--self-check"

@@ -57,7 +57,7 @@ class Result:
 
 
 def show(content: ReportContent, *, definitions: bool = False) -> None:
-    """Print a report on stdout, and its decisions, errors and warnings on stderr."""
+    """Print a report on stdout; its errors, warnings and `decisions` (choices made for the user) go to stderr."""
     for note in content.notes:
         render.say(note)
     for table in content.tables:

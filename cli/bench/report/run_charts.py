@@ -21,7 +21,7 @@ _INTERVALS, _TOKENS_PER_INTERVAL = 60, 4
 
 
 def latency_over_time(figures: Measurement, slo: Slo) -> Chart:
-    """Return a chart of the latencies of requests, or of the times until requests failed, by due time."""
+    """Return a chart by due time: latencies of completed requests, and the times until failed requests failed."""
     placed = [(one.record.scheduled - figures.run.start, one.latency) for one in figures.served]
     stalls = [(at, 1e3 * one.worst_stall) for at, one in placed if one.worst_stall is not None]
     failed = [

@@ -15,7 +15,7 @@ _ENOUGH_TO_DRAW = 10
 
 
 def run_content(run: MeasuredRun) -> ReportContent:
-    """Return the report of a run, with only the reasons for failures if no request was completed."""
+    """Return the report of a run. If no request was completed, it has only notes, errors and warnings."""
     experiment, figures = run
     counts, conclusions = figures.requests, []
     errors = [

@@ -32,11 +32,10 @@ class ScriptPart:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Script of an answer.
+    """Script of an answer: the parts to send, and how the answer ends.
 
     The ending "done" sends usage and [DONE], "cut" closes the connection early, "error" sends an error event, and
-    "refused" sends an HTTP 500 instead of the parts. With `role_first`, a part without tokens is sent as a chunk that
-    has the assistant role and no text.
+    "refused" sends only an HTTP 500. With `role_first`, the chunk of a part without tokens has the assistant role.
     """
 
     parts: tuple[ScriptPart, ...]

@@ -1,4 +1,4 @@
-"""Self-check of `bench`: probes load a scripted server and compare the figures with the server's log.
+"""Self-check of `bench`. Each probe is a load for a scripted server; its figures are compared with the server's log.
 
 If a delay of the client or the server explains the error of a figure, the verdict on the figure is "disturbed", not
 "wrong", and the probe is repeated.
@@ -46,7 +46,7 @@ Verdict = Literal["right", "disturbed", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Load for SCRIPTS[name] of the scripted server."""
+    """Load that the scripted server answers by the scripts SCRIPTS[name]."""
 
     name: str
     what: str  # description for the user
@@ -252,7 +252,7 @@ def _named(checks: Sequence[FigureCheck], verdict: Verdict) -> str:
 
 
 def checks_of(probe: Probe, figures: Measurement, log: AnswerLog, held_up: float = 0.0) -> list[FigureCheck]:
-    """Compare the figures of a probe with figures from the server's log. `held_up` is the longest delay in seconds."""
+    """Compare the figures of a probe with the log. `held_up` is the longest delay of client or server in seconds."""
     if probe.name == "failures":
         expected = {"cut without [DONE]": 1, "error event": 1, "http 500": 1, "empty stream": 1}
         counts = [("completed", 1, figures.requests.completed), ("failed", len(expected), figures.requests.failed)]

@@ -90,7 +90,7 @@ class Format:
 
 
 def has_lengths(line: str, names: Collection[str]) -> bool:
-    """Return True if `length_rows` can read a file with the first line `line` or with the columns or keys `names`."""
+    """Return True if the first line `line`, or the columns or keys `names`, belong to a file for `length_rows(...)`."""
     return bool(_NUMBERS.fullmatch(line)) or bool(_length_fields([name.lower() for name in names]))
 
 
@@ -126,7 +126,7 @@ def length_rows(path: Path) -> Iterator[Row]:
 
 
 def _length_fields(names: Collection[str]) -> dict[str, str]:
-    """Return the columns or keys that hold lengths, mapped to INPUT and OUTPUT."""
+    """Map the columns or keys that hold lengths to INPUT (length of the prompt or in total) and OUTPUT (answer)."""
     output = next((name for name in _OUTPUT if name in names), None)
     for name in _PROMPT:
         if name in names:
@@ -192,7 +192,7 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return the logged request, such as the body of an OpenAI API request, in a list."""
+    """Return a list of one request: the one that a record logs, such as the body of an OpenAI API request."""
     inner = next((row.values[name] for name in BODIES if isinstance(row.values.get(name), dict)), None)
     body = row if inner is None else row.inside(inner)
     if "embedding" in str(row.values.get("url")):
