@@ -2,8 +2,8 @@
 
 The engine is real, but its model costs nothing or sleeps for a given time in each step. The client is another process,
 which only receives. For each number of streams, the bench prints tokens/s in process and over HTTP, their ratio, and
-the CPU time per token of the event loop's thread (HTTP) and of the engine's thread (scheduling, text, metrics). The
-floor is the CPU time of one write of an event to a socket.
+the CPU time per token of the event loop's thread (HTTP), of the engine's thread (scheduling, text, metrics), and of the
+client. The floor is the CPU time of one write of an event to a socket.
 
 python tests/bench/bench_http.py [STREAMS ...]    Default: 64 256. Takes about a minute.
 """
@@ -36,11 +36,12 @@ EVENT = b"d2\r\ndata: " + b"x" * 202 + b"\n\n\r\n"
 
 
 class Cost(NamedTuple):
-    """Tokens per second, and seconds of CPU time per token of the event loop's thread and of the engine's."""
+    """Tokens per second, and seconds of CPU time per token of the event loop's thread, the engine's, and the client."""
 
     rate: float
     loop: float
     engine: float
+    client: float = 0.0
 
 
 class Client:
@@ -56,12 +57,11 @@ class Client:
         return self._process.stdout.readline()
 
     def run(self) -> None:
-        """Let the client send and wait until it has received everything."""
+        """Let the client send and wait until it has received everything. `cpu_s` is then its CPU time for that."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        received = int(self._told())
-        assert received, "the client got no bytes"
+        self.cpu_s = float(self._told())
 
     def close(self) -> None:
         """Wait until the process has ended, which takes a tenth of a second, so it is not part of `run`."""
@@ -72,7 +72,7 @@ def client(port: int, connections: int, request: bytes) -> None:
     sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
     print("connected", flush=True)
     sys.stdin.readline()
-    received, open_ones = 0, len(sockets)
+    begun, received, open_ones = time.process_time(), 0, len(sockets)
     with selectors.DefaultSelector() as selector:
         for each in sockets:
             each.sendall(request)
@@ -84,7 +84,8 @@ def client(port: int, connections: int, request: bytes) -> None:
                 if not part:
                     selector.unregister(key.fileobj)
                     open_ones -= 1
-    print(received, flush=True)
+    assert received, "the client got no bytes"
+    print(time.process_time() - begun, flush=True)
 
 
 class Bench:
@@ -137,7 +138,7 @@ class Bench:
         receiver = Client(self._server.listeners[0].getsockname()[1], self._streams, request)
         cost = self._measured(receiver.run, self._streams * OUTPUT_TOKENS)
         receiver.close()
-        return cost
+        return cost._replace(client=receiver.cpu_s / (self._streams * OUTPUT_TOKENS))
 
     def floor(self) -> Cost:
         """Return the cost of a write, without a request or an engine."""
@@ -146,7 +147,8 @@ class Bench:
             writers: list[asyncio.StreamWriter] = []
             accepted = asyncio.Event()
 
-            def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await reader.readexactly(1)  # a connection that is closed before it is read would be reset
                 writers.append(writer)
                 if len(writers) == self._streams:
                     accepted.set()
@@ -154,8 +156,8 @@ class Bench:
             async with await asyncio.start_server(accept, "127.0.0.1", 0, backlog=self._streams) as server:
                 port = server.sockets[0].getsockname()[1]
                 receiver = await asyncio.to_thread(Client, port, self._streams, b"x")
-                await accepted.wait()
                 reading = asyncio.create_task(asyncio.to_thread(receiver.run))
+                await accepted.wait()
                 for _ in range(OUTPUT_TOKENS):
                     for writer in writers:
                         writer.transport.write(EVENT)
@@ -174,8 +176,8 @@ def median(costs: Iterable[Cost]) -> Cost:
 
 def main(streams: list[int]) -> None:
     print(
-        "                 tokens/s                       CPU us/token of the loop        of the engine\n"
-        "streams  step ms  in process     HTTP  ratio     HTTP    floor  in process      HTTP  in process"
+        "                 tokens/s                       CPU us/token of the loop        of the engine        of the\n"
+        "streams  step ms  in process     HTTP  ratio     HTTP    floor  in process      HTTP  in process    client"
     )
     for count in streams:
         for step_s in STEPS_S:
@@ -187,7 +189,7 @@ def main(streams: list[int]) -> None:
             print(
                 f"{count:7}  {1e3 * step_s:7.0f}  {alone.rate:10.0f}  {http.rate:7.0f}  {ratio:5.2f}"
                 f"  {1e6 * http.loop:7.1f}  {1e6 * floor.loop:7.1f}  {1e6 * alone.loop:10.1f}"
-                f"  {1e6 * http.engine:8.1f}  {1e6 * alone.engine:10.1f}",
+                f"  {1e6 * http.engine:8.1f}  {1e6 * alone.engine:10.1f}  {1e6 * http.client:8.1f}",
                 flush=True,
             )
 
