@@ -15,6 +15,7 @@ from gguf_files import write_gguf
 from stepping import Stepper, make_sequence
 from tiny_models import build_model, build_tokenizer
 
+from llmsched.cli.serve.banner import start_rows
 from llmsched.engine.build import build_engine, tensor_bytes
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
@@ -121,6 +122,7 @@ def test_the_plan_has_the_bytes_that_are_loaded(tmp_path: Path) -> None:
     assert engine.plan.measured is not None
     assert engine.plan.weights_bytes == gguf_weights(path, 4 if engine.config.dtype == "float32" else 2).count
     assert engine.plan.measured.weights <= 1.02 * engine.plan.weights_bytes
+    assert "quantised weights (Q4_0, Q5_1, Q8_0)" in dict(start_rows(engine, "tiny"))["model"]
     planned = open_planner(str(path)).plan(config, engine.plan.device)
     assert (planned.weights_bytes, planned.activation_bytes) == (
         engine.plan.weights_bytes,
