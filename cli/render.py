@@ -53,7 +53,7 @@ def stderr() -> Console:
 
 
 def say(text: str = "", *, wrap: bool = True) -> None:
-    """Print a line of the result, without interpreting markup. Set `wrap` to False for text to be copied."""
+    """Print a line on stdout, without interpreting markup. Set `wrap` to False for text that users will copy."""
     console = stdout()
     console.print(_wrapped(text, console) if wrap else _literal(text), markup=False, soft_wrap=True)
 
@@ -147,7 +147,7 @@ def table(
 def _widths(
     columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[int], text_columns: int, room: int
 ) -> list[int] | None:
-    """Return the widths of the columns `shown`, or None if words or figures would have to be broken."""
+    """Return widths with which the columns `shown` fit into `room`, or None if that would break words or figures."""
 
     def longest(texts: Sequence[str]) -> int:
         return max(map(len, texts), default=0)
@@ -258,7 +258,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Yield a Progress callback: bars on a terminal, else occasional lines on stderr."""
+    """Yield a Progress callback that shows bars if stderr is a terminal, else prints a line there now and then."""
     if sys.stderr.isatty():
         with _bars() as bars, shown(bars):
             yield bars

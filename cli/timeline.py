@@ -34,7 +34,7 @@ def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
 
 
 def saved_entries(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the client's events and the scheduler's decisions in the order of time.
+    """Return the client's events and the scheduler's decisions about a request, in order of time.
 
     `request` is a line of a file that `bench --save-detailed` wrote. Times are in milliseconds after the time at which
     the request should have been sent.

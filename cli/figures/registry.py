@@ -252,7 +252,10 @@ def figures_in(places: Place) -> list[Figure]:
 
 
 def paths_in(place: Literal[Place.CSV, Place.RATIOS]) -> list[tuple[Figure, tuple[str, ...]]]:
-    """Return the figures shown in a place, each with the path of a value in the JSON report."""
+    """Return each figure shown in `place` with the path of its value in the JSON report.
+
+    A figure that shows several values there occurs once for each.
+    """
     found: list[tuple[Figure, tuple[str, ...]]] = []
     for figure in figures_in(place):
         keys = figure.csv_keys if place is Place.CSV else figure.ratio_keys

@@ -18,8 +18,8 @@ class Access:
     """Access rules of a server. `client` and `admin` are FastAPI dependencies, which run before a body is read.
 
     `loopback` is True if only programs on this machine can connect. Without an API key, such a server refuses requests
-    with a foreign Host or Origin, because a web page in the user's browser may have sent them. This machine,
-    `allowed_hosts` and `cors_origins` are not foreign.
+    with a foreign Host or Origin, because a web page in the user's browser may have sent them. A header is not foreign
+    if it names this machine, one of `allowed_hosts` or, for Origin, one of `cors_origins`.
     """
 
     api_key: str | None = None

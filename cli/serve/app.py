@@ -165,10 +165,10 @@ class _ServedModel:
             )
 
     async def prepare(self, http: Request, schema: type[R], steps: Callable[[R], Iterator[T]]) -> tuple[R, list[T]]:
-        """Read a request from the body, and collect the items of `steps(request)` in threads. Return both.
+        """Read a request from the body. Return it and the items of `steps(request)`, which are collected in threads.
 
         Raises RequestError for an invalid request, ApiError 404 for a model that is not served, ApiError 413 for a body
-        that is too large, and ClientDisconnect if the client disconnects before the last step.
+        that is too large, and ClientDisconnect if the client disconnects before all items are collected.
         """
         body = await read_body(http, self.limits.max_body_size)
         large = len(body) > _SMALL_BYTES

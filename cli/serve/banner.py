@@ -84,7 +84,7 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def graphs_text(graphs: CapturedGraphs | None, size: str) -> str:
-    """Return a text on the captured CUDA graphs, whose predicted and actual size is `size`."""
+    """Return a text about the captured CUDA graphs. `size` is a text with their predicted and actual size."""
     if graphs is None:
         return "none, because they could not be captured (a warning says why)"
     return (

@@ -31,7 +31,7 @@ class TokenWriter:
         self.text = lru_cache(maxsize=65536)(self._text)
 
     def _text(self, token_id: int) -> str:
-        """Return the token's text, or OpenAI's notation for bytes if these are not valid UTF-8."""
+        """Return the token's text or, if its bytes are not valid UTF-8, OpenAI's notation for them."""
         raw = self._tokenizer.token_bytes(token_id)
         try:
             return raw.decode()
@@ -138,7 +138,7 @@ class ChoiceFormat(ABC):
 
     @abstractmethod
     def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
-        """Return the field that holds the text of a choice, with its name. `whole` is False for a chunk of a stream."""
+        """Return {name: value} of the field that holds a choice's text. `whole` is False for a chunk of a stream."""
 
     def choice(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
         """Return the delta as a choice of a whole answer or, if `whole` is False, of a chunk of a stream."""
@@ -187,7 +187,7 @@ class CompletionFormat(ChoiceFormat):
     def _append(
         self, delta: ChoiceDelta, lists: Logprobs, pieces: Sequence[str], entries: Sequence[TokenLogprob | None]
     ) -> None:
-        """Append an entry per token to each list. text_offset counts the characters before the token in its choice."""
+        """Append an entry per token to each of `lists`. A text_offset counts from the beginning of the choice."""
         offset = self.offsets.get(delta.index, 0)
         for piece, entry in zip(pieces, entries, strict=True):
             best = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
-    """Flags of `llmsched serve` besides the settings of the engine and the limits of HTTP. Times are in seconds."""
+    """Flags of `llmsched serve`, except those in EngineOptions and HttpLimits. Times are in seconds."""
 
     host: Annotated[str, typer.Option(help="Address or host name to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks any free port.")] = 8000

@@ -22,15 +22,16 @@ _PLACEHOLDER = "\0"
 
 
 def engine_ids(request_id: str, num_prompts: int) -> list[str]:
-    """Return the ids of the engine's requests, one per prompt, for an HTTP request whose answer has this id."""
+    """Return the ids of the engine's requests, one per prompt, that make up the answer with the id `request_id`."""
     return [request_id] if num_prompts == 1 else [f"{request_id}-{index}" for index in range(num_prompts)]
 
 
 class CompletionResponse:
-    """Response to a completion request, whole or as events. Each of its prompts is a request to the engine.
+    """Response to a request for completions or chat, whole or as events. Each prompt is sent to the engine.
 
     If the engine refuses a prompt, the constructor aborts the others and raises RequestError, QueueFullError or
-    EngineDeadError. If the answer fails or is cancelled, `whole` and `events` abort the prompts that are still running.
+    EngineDeadError. If the answer fails or is cancelled, `whole()` and `events(...)` abort the prompts that are still
+    running.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class CompletionResponse:
     async def events(self, write: Callable[[bytes], bool]) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events. Events that are ready at the same time are joined.
 
-        While this generator waits, an event may be passed to `write`. If `write` returns False, the event is not sent,
-        and the generator yields it. If the request fails, the last event is an error, not [DONE].
+        While this generator waits, events may be passed to `write` instead. If `write` returns False, it has sent
+        nothing, and the generator yields the event. If the request fails, the last event is an error, not [DONE].
         """
         if len(self._streams) == 1 and (self._format.request.n or 1) == 1:
             self._write, self._streams[0].pass_on = write, self._pass_on

@@ -76,7 +76,7 @@ class ConnectionPool:
         return len(self.busy) > self.limit
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error if a connection cannot be accepted, because asyncio will try again."""
+        """Log one line if a connection cannot be accepted, as asyncio tries again. Handle other errors as usual."""
         if "socket" in context and isinstance(error := context.get("exception"), OSError):
             self._log(f"cannot accept connections: {error.strerror or error}")
         else:
@@ -139,7 +139,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(_head_too_large())
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open if this returns True
-        """Handle the end of the client's data. If complete requests have no answer yet, stay open for it."""
+        """Handle the end of the client's data. If complete requests have no answer yet, stay open to answer them."""
         if self.cycle is None or self.cycle.response_complete or self._awaits_body:
             return False
         self._has_eof = True
@@ -322,7 +322,7 @@ def _write_now(connection: Connection, part: bytes) -> bool:
 
 
 async def _ping(connection: Connection) -> None:
-    """Send bytes that clients ignore to a client that has ended its data, to find out if it still reads."""
+    """Find out if a client that has ended its data still reads, by sending it bytes that clients ignore."""
     for delay in _PINGS_S:
         await asyncio.sleep(delay)
         cycle = connection.cycle

@@ -36,9 +36,9 @@ def event(content: Any) -> bytes:
 class EventStream(Response):
     """Response that streams events. It calls `close` when the stream ends or fails, or the client disconnects.
 
-    `events` is called with a function that sends one event at once. If this function returns False, it has sent
-    nothing, and the iterator that `events` has returned must yield the event. After `keep_alive_s` seconds without an
-    event (0: never), the response sends a comment, so that proxies keep the connection.
+    `events(write)` returns an iterator of events. `write` sends an event at once, or returns False without sending it;
+    then the iterator must yield this event. After `keep_alive_s` seconds without an event (0: never), the response
+    sends a comment, so that proxies keep the connection.
     """
 
     def __init__(

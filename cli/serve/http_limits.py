@@ -68,7 +68,10 @@ class HttpLimits:
             check_range(name, getattr(self, name), getattr(self, name) > 0, "a duration above 0")
 
     def connections(self) -> int:
-        """Return the largest number of connections. If needed, increase the limit of open files. Raises ConfigError."""
+        """Return the maximum number of connections. If needed, increase the limit of open files.
+
+        Raises ConfigError if `max_connections` needs more open files than the system allows.
+        """
         wanted = self.max_connections or _DEFAULT_CONNECTIONS
         if sys.platform == "win32":
             return wanted

@@ -88,12 +88,12 @@ def _in_use(host: str, port: int, error: OSError) -> PortInUseError:
 
 
 class Server(uvicorn.Server):
-    """HTTP server of an engine. `serve` runs until a signal arrives or the engine fails; then `exit_code` is set.
+    """HTTP server of an engine. `serve(...)` runs until a signal arrives or the engine fails, and sets `exit_code`.
 
     After the first SIGTERM or SIGINT, /health and new requests get 503, and running requests have `grace_s` seconds to
-    finish. A second signal ends the process at once. `serve` returns at most 2 seconds after the grace period, even if
-    the engine's thread hangs, so end the process with `os._exit`. The exit code is 1 if the engine failed or hangs,
-    else 0. `on_ready` is called when the server accepts connections, `on_drain` when the grace period begins.
+    finish. A second signal ends the process at once. `serve(...)` returns at most 2 seconds after the grace period. As
+    the engine's thread may hang even then, end the process with `os._exit`. The exit code is 1 if the engine failed or
+    hangs, else 0. `on_ready` is called when the server accepts connections, `on_drain` when the grace period begins.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ _TURN_S = 0.01
 class PreparationTurns:
     """Threads that parse and tokenise requests in turns: a request whose turn is over goes to the end of the queue.
 
-    After a turn of a large request, its thread rests for as long as the turn took. Parsing keeps the GIL, and a step of
-    the engine, which needs the GIL for each kernel, would hardly advance between two such turns.
+    After a turn of a large request, its thread rests for as long as the turn took. Parsing keeps the GIL, which the
+    engine needs to launch each kernel. Without the rests, the engine would hardly advance.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,8 @@ class Preparer:
     def prefix(self, request: PrefixRequest) -> Iterator[list[int]]:
         """Yield the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
 
-        The prefix ends before the next message of the user or, if the last message is from the user, before the answer.
+        A prefix of messages extends to the text of the next user message or, if the last message is from the user, to
+        the beginning of the answer.
         """
         if request.messages is None:
             assert request.prompt is not None

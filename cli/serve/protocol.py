@@ -62,7 +62,7 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return a list of prompts, each a text or a list of token ids. Raises one error for the whole field."""
+    """Return a list of prompts, each a text or a list of token ids. Raises one error, however many are invalid."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -196,7 +196,7 @@ _CONTENT_FIELDS = (
 
 
 class ChatData(BaseModel):
-    """Strict base class for parts of a conversation. It ignores unknown fields, in which clients keep notes."""
+    """Base class for parts of a conversation. It ignores unknown fields, in which clients keep notes."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -389,7 +389,7 @@ CLASSES = {"interactive": 0, "batch": 1}
 
 
 def priority_of(priority: int | None, class_name: str | None) -> int:
-    """Return `priority` or, if it is None, the priority of the class (default: interactive). Raises RequestError."""
+    """Return `priority` or, if None, that of the class `class_name` (default: interactive). Raises RequestError."""
     if class_name is not None and class_name not in CLASSES:
         raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")
     return CLASSES[class_name or "interactive"] if priority is None else priority

@@ -27,7 +27,7 @@ async def log_status(engine: AsyncEngine, interval_s: float) -> None:
 
 
 class StatusMeter:
-    """Meter of an engine's speed, cache hits and latency between two calls of `line`."""
+    """Meter of an engine's speed, cache hits and latency between two calls of `line()`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine

@@ -258,10 +258,11 @@ def _reason(problem: Exception) -> str:
 
 
 class TransportPool:
-    """Pool of transports to one server. It lends a request the transport that was returned last.
+    """Pool of transports to one server. It lends the transport that was given back last.
 
     If `transport` is given, all requests share it. If the environment names a proxy for `url`, the pool uses httpx's
-    own transports. `verify` has the certificates to trust. Raises LlmschedError if the proxy's URL is malformed.
+    own transports. The attribute `verify` has the certificates to trust. Raises LlmschedError if the proxy's URL is
+    malformed.
     """
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:

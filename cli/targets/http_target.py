@@ -80,7 +80,7 @@ class HttpOptions:
 
 
 class HttpTarget:
-    """OpenAI-compatible server. Call `connect` first and `close` last."""
+    """OpenAI-compatible server. Call `connect()` first and `close()` last."""
 
     in_process = False
     encode: TextEncoder | None = None

@@ -38,7 +38,7 @@ class Target(Protocol):
         """Return the current state, with its time in seconds of the event loop's clock, or None if unknown."""
 
     async def timelines(self, records: Sequence[RequestRecord]) -> list[Timeline | None]:
-        """Return the scheduler's decisions about each request, in seconds of the event loop's clock (None: unknown)."""
+        """Return the scheduler's decisions about each request (None: unknown), with times of the event loop's clock."""
 
     def memory(self) -> MemoryParts | None:
         """Return the sizes of the parts of the target's memory, or None if unknown."""
@@ -50,7 +50,7 @@ class TargetUnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Load to send to a target, and SLOs to measure it against."""
+    """Load to send to a target, and the SLOs that the target should meet."""
 
     workload: Load
     slo: Slo

@@ -102,9 +102,9 @@ async def send_workload(
 async def _unless_interrupted(
     running: Awaitable[list[RequestRecord]], ended: Sequence[RequestRecord]
 ) -> tuple[list[RequestRecord], bool]:
-    """Return the records of a load, and True if Ctrl-C has cancelled it.
+    """Return the records from `running`, and False. If Ctrl-C cancels it, return those in `ended`, and True.
 
-    For a cancelled load, return the records `ended`, or raise the CancelledError if there are none.
+    Raises CancelledError if `ended` is empty then.
     """
     try:
         return await running, False
@@ -120,7 +120,7 @@ async def _unless_interrupted(
 async def _sampled(
     state: Callable[[], Awaitable[TargetState | None]], interval: float
 ) -> AsyncIterator[list[TargetState]]:
-    """Yield a list, and append a result of `state` to the list every `interval` seconds, until a result is None."""
+    """Yield a list to which a result of `state()` is added every `interval` seconds, until a result is None."""
     samples: list[TargetState] = []
 
     async def sample() -> None:

@@ -42,7 +42,7 @@ class SimulatedClients:
         self._records: list[RequestRecord] = []
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> list[RequestRecord]:
-        """Run the engine until the load ends. Return the records of all requests sent, in the order of `planned`.
+        """Run the engine until the load ends. Return the records of all requests sent, in the order of sending.
 
         Call `after_step` after each step. Raises CancelledError after a step if Ctrl-C has cancelled the current task.
         """

@@ -41,7 +41,7 @@ def no_warning(text: str) -> None: ...
 def make_blueprint(
     config: EngineConfig, device: str, progress: Progress = silent, quantization: str | None = None
 ) -> Blueprint:
-    """Return the blueprint of an engine on the GPU `device` or, if "local", on this machine.
+    """Return the blueprint of an engine on the GPU `device`, or on this machine if `device` is "local".
 
     `quantization` is the format of the weights (None: the model's own). Raises ModelError if the model cannot be read,
     and ConfigError for a bad setting or if "local" was not calibrated with this model.
@@ -107,7 +107,7 @@ def simulate_run(
 
 @contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Make Ctrl-C raise KeyboardInterrupt within the block, which never returns to the event loop."""
+    """Make Ctrl-C raise KeyboardInterrupt in the block. asyncio's cancellation would have to wait for an await."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

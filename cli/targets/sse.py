@@ -18,7 +18,7 @@ class Event(NamedTuple):
 class EventParser:
     """Incremental parser of server-sent events.
 
-    As some servers deviate from the standard, `close` returns a last event that lacks its blank line, and a line
+    As some servers deviate from the standard, `close()` returns a last event that lacks its blank line, and a line
     `error: ...` gives an event of type "error".
     """
 

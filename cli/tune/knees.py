@@ -68,7 +68,7 @@ class RateReport:
 
 @dataclass(slots=True)
 class KneeFinder:
-    """Finder of knees: it runs each setting at most once at each request rate (None: the given load)."""
+    """Finder of knees. It runs each setting at most once per request rate. A rate of None means the given load."""
 
     runner: TrialRunner
     load: Load
@@ -85,7 +85,8 @@ class KneeFinder:
     def requests(self, rate: float | None) -> int:
         """Return the number of requests that a run at this rate sends.
 
-        A run is longer than `least` if a backlog needs more requests to exceed the SLO on TTFT or E2E.
+        A load with a duration sends what falls into that duration. Other loads send `least` requests, or more if a
+        backlog needs more of them to exceed the SLO on TTFT or E2E.
         """
         if rate is None:
             return self.least
@@ -115,8 +116,9 @@ class KneeFinder:
     async def climb(self, settings: Sequence[Setting], low: float, start: float, factor: float = 2.0) -> list[Setting]:
         """Find the highest rate at which any of the settings meets the SLOs, and return the settings that do.
 
-        The first rate is `start`. Each further rate is higher or lower by `factor`, but not below `low`. Return [] if
-        no setting met the SLOs at any rate.
+        The search starts at `start`, and multiplies or divides the rate by `factor`, but not below `low`, until the
+        SLOs have been met at one rate and missed at another. It then narrows the interval between these two rates.
+        Return [] if no setting met the SLOs at any rate.
         """
         alive, best = list(settings), list[Setting]()
 

@@ -68,7 +68,7 @@ async def search(space: SearchSpace, race: Race) -> list[str]:
 
 
 async def _look_around(space: SearchSpace, race: Race) -> None:
-    """Run the best setting with the next smaller and larger token budgets, until the best setting does not change.
+    """Run the best setting with the next smaller and larger token budgets. Repeat this while the best changes.
 
     Another budget may be best now, because the other knobs have other values than when budgets were compared.
     """

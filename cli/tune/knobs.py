@@ -103,9 +103,9 @@ def headroom_settings(setting: Setting, demand: PeakDemand, most: float) -> list
 
 
 def target_settings(setting: Setting, slo: Slo, largest: int) -> list[Setting]:
-    """Return `setting`, then copies with a target_itl that is auto or derived from the SLOs for ITL and TPOT.
+    """Return `setting`, then copies in which target_itl is auto or a share of the stricter SLO on ITL or TPOT.
 
-    Each target_itl is combined with the token budget of `setting` and with the budget `largest`.
+    Each share is combined with the token budget of `setting` and with the budget `largest`.
     """
     limits = [limit for name, limit in slo.given().items() if name in ("itl", "tpot")]
     allowed = EngineConfig.knob_rule("target_itl")

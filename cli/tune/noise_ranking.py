@@ -80,7 +80,7 @@ class Ranking:
         return min(max(self._error(one, other), NOISE_FLOOR), NOISE_CEILING)
 
     def settled(self, settings: Sequence[Setting]) -> bool:
-        """Return True if, with 95 % confidence, the score of `best` is at most the share REGRET below any other."""
+        """Return True if, with 95 % confidence, no score exceeds that of `best(settings)` by more than REGRET."""
         best = self.best(settings)
         quantile = _T95[max(dof for dof in _T95 if dof <= self._dof)] if self._dof else math.inf
         return all(

@@ -21,7 +21,8 @@ def contenders(history: TrialHistory) -> dict[Setting, Trial]:
 def best_trial(history: TrialHistory) -> Trial | None:
     """Return the trial of `history.chosen` or, if that is None, of the feasible setting with the highest score.
 
-    If several scores are highest within the noise, `preferred` decides. Return None if no setting is feasible.
+    If several scores differ from the highest only by noise, `preferred(...)` decides. Return None if no setting is
+    feasible.
     """
     if history.chosen is not None:
         return history.trial(history.chosen)
@@ -44,7 +45,7 @@ def leading_trial(history: TrialHistory) -> Trial | None:
 
 
 def relative_scores(history: TrialHistory) -> dict[Setting, float]:
-    """Return each setting's score divided by the best setting's score or, if no setting is feasible, by the highest."""
+    """Return the ratio of each score to that of the best setting or, if none is feasible, to the highest score."""
     table, best = history.ranking(), best_trial(history)
     ranked = [best.setting] if best else table.ranked(list(table.effects))
     if not ranked or not math.isfinite(table.effects.get(ranked[0], -math.inf)):

@@ -192,7 +192,7 @@ class Race:
         return run
 
     def _survivors(self, settings: list[Setting]) -> list[Setting]:
-        """Return the better half of the settings that meet the SLOs, or the two nearest to the SLOs if none does."""
+        """Return about half of the settings: the best that meet the SLOs or, if none does, the two nearest to them."""
         good = self._good(settings)
         if not good:
             return [trial.setting for trial in missed_trials(self.history) if trial.setting in settings][:2]
