@@ -27,7 +27,7 @@ from llmsched.profiles.toml_files import ProfileError, UnknownNameError
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Description of the engine that `build_engine` would build for `config`, made without loading the model."""
+    """Description of the engine that `build_engine(...)` would build for `config`, made without loading the model."""
 
     config: ResolvedConfig
     plan: MemoryPlan

@@ -112,7 +112,7 @@ def _load(
 ) -> tuple[TorchExecutor, MemoryPlan]:
     """Load the model, reserve KV blocks and warm up; return the executor, and `plan` with the measured memory.
 
-    On a GPU, the plan's number of blocks is changed to fill the memory that is left after the measured parts.
+    On a GPU, the plan gets the number of blocks that fits beside the measured weights, activations and graphs.
     """
     import torch
 
@@ -178,11 +178,11 @@ def _fit(
     swap: SwapSpace,
     progress: Progress,
 ) -> tuple[MemoryPlan, MeasuredMemory]:
-    """Capture graphs and reserve the KV blocks that fit in the memory that is left, on an executor that is warm.
+    """Capture graphs on a warm executor and reserve the KV blocks that fit into the remaining memory.
 
-    Returns the plan with its number of blocks, and the measured memory. Graphs are captured twice: first for a cache of
-    a few blocks, to measure them, and then for the final cache. If the blocks take more memory than planned, their
-    number is lowered once.
+    Returns the plan with the number of reserved blocks, and the measured memory. Graphs are captured twice: first with
+    a few blocks in the cache, to measure the memory of the graphs, and then with all blocks. If the blocks take more
+    memory than planned, their number is lowered once.
     """
     rows, chosen = min(config.max_num_seqs, plan.max_num_batched_tokens), config.kv_cache_memory_bytes
     limit = plan.budget_bytes if chosen is None and config.num_gpu_blocks_override is None else plan.device.free

@@ -46,7 +46,7 @@ class Timeline:
 
 
 class Engine(StepLoop):
-    """Engine that serves a model: `add_request` queues requests, and each call of `step` computes one step.
+    """Engine that serves a model: `add_request(...)` queues requests, and each call of `step()` computes one step.
 
     Not thread-safe; AsyncEngine runs an Engine in a thread. Any thread may read the attributes that never change:
     `config`, `model`, `tokenizer`, `plan` and `metrics`.
@@ -209,7 +209,7 @@ class Engine(StepLoop):
         return outputs
 
     def observe(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call a function that serving can do without, such as an update of statistics. Log its errors."""
+        """Call a function whose failure must not stop serving, such as an update of statistics. Log its errors."""
         # If several calls of the same function fail, only the first error is logged, until a call succeeds again.
         try:
             function(*args, **kwargs)
@@ -279,7 +279,7 @@ class PrefixAdmin:
         self._engine.observe(self._engine.recorder.update)
 
     def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
-        """Keep the KV of a prefix's whole blocks for `ttl` seconds (None: until `unpin`).
+        """Keep the KV of a prefix's whole blocks for `ttl` seconds (None: until `unpin(...)`).
 
         The next steps compute the tokens that are not cached yet. Raises RequestError if the prefix is shorter than a
         block, if there is no room for the pin, or if prefix caching is off.

@@ -13,12 +13,12 @@ _MARK = "\0"
 
 
 def setting(name: str) -> str:
-    """Mark a setting's name in a message, so that `spell` can replace it by another spelling, such as a flag."""
+    """Mark a setting's name in a message, so that `spell(...)` can replace it by another spelling, such as a flag."""
     return f"{_MARK}{name}{_MARK}"
 
 
 def spell(message: str, naming: Callable[[str], str] = str) -> str:
-    """Return the message without the marks of `setting`. `naming` converts each marked name."""
+    """Return the message without the marks that `setting(...)` made. `naming` converts each marked name."""
     parts = message.split(_MARK)
     parts[1::2] = map(naming, parts[1::2])
     return "".join(parts)

@@ -71,7 +71,7 @@ def prefix_cache_routes(
 
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
-    """Return the body of GET /v1/cache: blocks, hits, misses by kind, and how prompts differ early (`change`)."""
+    """Return the body of GET /v1/cache. `change` tells at which early token recent prompts differ."""
     misses = dict(stats.prefix_misses)
     # A tenant must not learn what other tenants have sent.
     misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)

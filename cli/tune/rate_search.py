@@ -1,4 +1,4 @@
-"""Choice of the best setting, either at the knees or under the given load."""
+"""Search for the best setting: the one with the highest knee, or the best under the given load."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class RateSearch:
         return best.setting
 
     async def by_knee(self) -> Setting | None:
-        """Search for the highest knee. Return the setting that has it, or None if no setting is feasible.
+        """Search for the setting with the highest knee. Return it, or None if no setting is feasible.
 
-        Compare the settings at the default's knee or, if the given load is at or past this knee, under the given load.
-        Then run the settings that met the SLOs at higher and higher rates, until no setting meets them.
+        Compare the settings at the default's knee if that rate is above the rate of the given load, else under the
+        given load. Then run the settings that met the SLOs at higher and higher rates, until no setting meets them.
         """
         try:
             served = await self.finder.trial(self.default, None)
@@ -115,8 +115,8 @@ class RateSearch:
     async def _climb(self, compared: float | None) -> Setting | None:
         """Run settings at rates above `compared`, and return the one that meets the SLOs at the highest rate.
 
-        If several settings meet them, `preferred` decides. If no higher rate can be tried, return the best setting so
-        far.
+        If several settings meet the SLOs at this rate, `preferred(...)` chooses among them. If no higher rate can be
+        tried, return the best setting so far.
         """
         able = {setting: trial for setting, trial in contenders(self.history).items() if meets(trial)}
         rate = self._open_rate if compared is None else compared
@@ -139,7 +139,7 @@ class RateSearch:
         return preferred([self.finder.trials[s, self.finder.bounds(s).met] for s in top], self.default).setting
 
     async def _compare(self, best: Setting, name: JudgedBy, unit: float | None) -> None:
-        """Run the default and `best` under the given load and at multiples of the rate `unit`. Add rows of results."""
+        """Run the default and `best` under the given load and at multiples of the rate `unit`. Add rows to `rates`."""
         if self.rates.compared is None:
             done = [setting for setting in (self.default, best) if self.history.runs.get(setting)]
             self.finder.trials |= {(setting, None): self.history.trial(setting) for setting in done}
@@ -161,7 +161,7 @@ class RateSearch:
             )
 
     def _worse(self, row: RateRow) -> bool:
-        """Return True if, at a rate below its knee, the chosen setting has clearly less goodput than the default."""
+        """Return True if the chosen setting, at a rate up to its knee, has clearly less goodput than the default."""
         past = row.rate is not None and self.rates.best.met is not None and row.rate > self.rates.best.met
         less = (row.best.goodput_rps or 0.0) < _LEAST_GOOD * (row.default.goodput_rps or 0.0)
         return less and not row.predicted and not past

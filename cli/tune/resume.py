@@ -56,7 +56,7 @@ class ResumableRunner(TrialRunner):
             self._write(_line({"about": about}), mode="w")
 
     async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        """Return the recorded run or, if there is none, a new one. Raises OutOfTimeError at `deadline`."""
+        """Return the recorded run or, if there is none, a new one. Raises OutOfTimeError if the deadline passes."""
         if known := self._runs[setting, requests, round_index, rate]:
             return known.popleft()
         try:

@@ -68,7 +68,7 @@ class EngineRunner(TrialRunner):
     """TrialRunner on one engine, which is reconfigured between runs and rebuilt only if it has failed.
 
     Every run starts with an empty prefix cache. The prompts are the same for all settings of a round, and new in each
-    round. `predict` stops at `deadline`, a time of time.monotonic.
+    round. `predict(...)` stops at `deadline`, a time on the clock of time.monotonic().
     """
 
     deadline = math.inf
@@ -146,10 +146,10 @@ class EngineRunner(TrialRunner):
 
 
 class SimulatedRunner(TrialRunner):
-    """TrialRunner on a virtual clock. Each run gets a new engine from `make_engine`.
+    """TrialRunner on a virtual clock. Each run gets a new engine from `make_engine()`.
 
-    Every round sends the same prompts, so a full run has the same figures as `bench --simulate`. A run raises
-    OutOfTimeError if it is not complete at `deadline`, a time of time.monotonic.
+    Every round sends the same prompts, so a run of the whole load has the same figures as `bench --simulate`. A run
+    raises OutOfTimeError if it is not complete at `deadline`, a time on the clock of time.monotonic().
     """
 
     def __init__(self, make_engine: Callable[[], SimulatedEngine], work: TrialLoad, deadline: float = math.inf) -> None:
@@ -161,7 +161,7 @@ class SimulatedRunner(TrialRunner):
         return self.simulate(setting, requests, round_index, rate)
 
     def simulate(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        """Do what `run` does, but synchronously. Raises ConfigError for a setting above the memory plan's limits."""
+        """Do what `run(...)` does, synchronously. Raises ConfigError for a setting above the memory plan's limits."""
         start, work, engine = time.perf_counter(), self._work.at_rate(rate, requests), self._make_engine()
         engine.reconfigure(**asdict(setting))
         meter, peak_running = KVMeter(), 0

@@ -11,7 +11,7 @@ from llmsched.engine.goodput import Slo
 
 
 class TrialHistory:
-    """Runs of a search by setting. The settings are in the order in which they were first considered.
+    """Runs of a search, grouped by setting. The settings are in the order in which they were first considered.
 
     `default` is the setting that `serve` has without a profile. `exact` means that a repeated run has the same figures,
     as on a virtual clock. `skipped` maps settings to the reasons why they were not run.
@@ -27,7 +27,7 @@ class TrialHistory:
         self.skipped: dict[Setting, str] = {}
 
     def consider(self, settings: Sequence[Setting]) -> None:
-        """Append settings to the order. A setting that is already in the order keeps its position."""
+        """Add settings without runs behind those of the history. Settings that are already there keep their places."""
         for setting in settings:
             self.runs.setdefault(setting, [])
 

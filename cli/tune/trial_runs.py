@@ -21,7 +21,7 @@ MAX_SAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class ThinnedSamples:
-    """Distribution of one latency in seconds."""
+    """Distribution of one kind of latency, such as TTFT, in seconds."""
 
     values: tuple[float, ...] = ()  # sorted; each stands for `each` samples
     each: int = 1

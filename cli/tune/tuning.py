@@ -246,7 +246,7 @@ async def _search(
 
 
 def _default(task: TuneTask, config: ResolvedConfig) -> Setting:
-    """Return the setting that serve has without a profile, within the limits that the flags of the search set."""
+    """Return the setting that serve has without a profile, within the limits given by the flags of the search."""
     usual = DEFAULT_TOKEN_BUDGET[config.device]
     tokens = max(task.smallest_budget, min(usual, config.max_num_batched_tokens))
     return Setting(**{knob: getattr(config, knob) for knob in KNOBS} | {"max_num_batched_tokens": tokens})

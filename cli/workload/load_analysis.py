@@ -137,7 +137,7 @@ def serve_knobs(found: LoadAnalysis) -> dict[str, Any]:
 
 
 def headroom(lengths: Sequence[tuple[int, int]], running: int) -> float:
-    """Return the share of KV blocks to keep free for `running` requests, given (prompt, output) lengths.
+    """Return the share of KV blocks to keep free so that `running` requests can grow, given (prompt, output) lengths.
 
     The scheduler admits requests as if their outputs had mean length. In 1 % of cases, the outputs of n = `running`
     requests exceed n times this mean by z sigma sqrt(n) tokens or more (normal approximation; z = 2.326, sigma is the

@@ -73,7 +73,7 @@ class ConfigCache:
         self.directory = directory
 
     def get(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the value cached under `name`, or else the result of `ask`, which is cached and must be JSON data."""
+        """Return the value cached under `name`, or else call `ask()` and cache its result, which must be JSON data."""
         if name not in self._answers:
             self._answers[name] = ask()
             try:
@@ -128,7 +128,7 @@ class Fields:
         return replace(self, read=set())
 
     def assumed(self) -> Iterator[str]:
-        """Yield a sentence for each setting that was read and whose value is assumed."""
+        """Yield a sentence for each setting that was read but that config.json omits, so that its value is assumed."""
         for name in sorted(self.read & self.unstated):
             value, counted = self.values.get(name), ""
             if isinstance(value, int | float | str):
@@ -138,14 +138,14 @@ class Fields:
     def unread(self, pattern: re.Pattern[str], irrelevant: Set[str] = frozenset()) -> Iterator[str]:
         """Yield a sentence with the names of settings that may matter but were not read, if there are any.
 
-        A setting may matter if its name matches `pattern` and is not in `irrelevant`.
+        A setting may matter if its name matches `pattern`, is not in `irrelevant` and is not known to be harmless.
         """
         names = (name for name in self.stated - self.read - irrelevant if self.values.get(name))
         if unread := sorted(name for name in names if pattern.search(name) and not _HARMLESS.search(name)):
             yield f"{UNREAD}: {', '.join(unread)}"
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
-        """Return the answer that is cached under `name`, or else the result of `question`."""
+        """Return the value cached under `name`, or else the result of `question()`."""
         return question() if self.cache is None else self.cache.get(name, question)
 
     @property
@@ -285,7 +285,7 @@ def _refuse_encoder_decoder(values: Mapping[str, Any]) -> None:
 
 
 def _class_values(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the text config's settings, each under its name in the family (n_layer) and its standard name."""
+    """Return the text config's settings under the family's own names (such as n_layer) and under the standard names."""
     outer = config.to_dict()
     _refuse_encoder_decoder(outer)
     text = config.get_text_config(decoder=True)

@@ -17,7 +17,7 @@ ROPE_TYPES = frozenset(
 def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
     """Return the longest context in tokens (None: unlimited), and notes for the user.
 
-    The longest context is the smaller one of max_position_embeddings and `rotary_limit`.
+    The longest context is max_position_embeddings or the result of `rotary_limit(...)`, whichever is smaller.
     """
     stated = fields.get("max_position_embeddings")
     limit = min((each for each in (stated, rotary_limit(fields)) if each), default=None)
@@ -28,7 +28,7 @@ def max_position(fields: Fields) -> tuple[int | None, tuple[str, ...]]:
 
 
 def rotary_limit(fields: Fields) -> int | None:
-    """Return the length in tokens up to which contexts have the same rotary embeddings. None: there is no limit.
+    """Return the length in tokens beyond which a context has other rotary embeddings; None if there is no such length.
 
     Raises ModelError for an unknown type of rotary embeddings.
     """

@@ -102,7 +102,7 @@ class LayerGroup:
         return self.layers * numbers * dtype_bytes
 
     def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the KV bytes per token that this engine caches, which differ from `bytes_per_token` for MLA only."""
+        """Return the KV bytes per token that this engine caches. For MLA only, `bytes_per_token(...)` is different."""
         return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 
@@ -124,7 +124,7 @@ class Geometry:
         return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
-        """Return the bytes of KV and recurrent state of `length` tokens, if KV outside sliding windows is freed."""
+        """Return the bytes of KV and state of a sequence of `length` tokens, if KV outside sliding windows is freed."""
         tokens = ((group, min(length, group.window or length)) for group in self.groups)
         return sum(count * group.bytes_per_token(dtype_bytes) for group, count in tokens) + self.state_bytes_per_seq
 

@@ -110,7 +110,7 @@ def _from_multipliers(values: dict[str, Any], multipliers: Any) -> dict[str, Any
 
 
 def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[str, Any]:
-    """Return layer types from linear_attn_config (Kimi Linear), which lists the numbers of layers of each type."""
+    """Return layer types and head sizes from linear_attn_config (Kimi Linear), which gives layer numbers by type."""
     full, delta = (set(described.get(name, ())) for name in ("full_attn_layers", "kda_layers"))
     layers = range(1, int(values.get("num_hidden_layers", 0)) + 1)
     if full & delta or full | delta != set(layers):

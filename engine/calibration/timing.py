@@ -97,7 +97,7 @@ def describe(rows: Rows) -> str:
 
 
 class ServingOverhead(NamedTuple):
-    """Overhead of serving `num_seqs` decoding sequences, while other threads compete for the Python interpreter."""
+    """Time that serving adds to steps of `num_seqs` decodes: other threads compete for the Python interpreter."""
 
     num_seqs: int
     between: float  # seconds from the end of a step to the start of the next step

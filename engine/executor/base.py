@@ -80,8 +80,8 @@ class Executor(ABC):
     def launch(self, plan: StepPlan) -> Pending:
         """Start to compute a step. Wait for the result only if `looks_ahead` is False.
 
-        After an out-of-memory error here or in `collect`, the executor must be able to compute another plan. Any other
-        error stops the engine.
+        After an out-of-memory error here or in `collect(...)`, the executor must be able to compute another plan. Any
+        other error stops the engine.
         """
 
     @abstractmethod
@@ -109,7 +109,7 @@ class SynchronousExecutor(Executor):
 
 
 class ObservedExecutor(Executor):
-    """Wrapper of an executor that calls `observe` with each plan and the plan's result."""
+    """Wrapper of an executor that calls `observe(plan, result)` for each collected step."""
 
     def __init__(self, executor: Executor, observe: Callable[[StepPlan, StepResult], None]) -> None:
         self.looks_ahead = executor.looks_ahead

@@ -78,7 +78,7 @@ def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None)
 
 
 def num_prompt_predictions(row: ScheduledRow) -> int:
-    """Return how many of the row's first tokens predict a prompt token whose log-probability was requested."""
+    """Return the number of prompt tokens whose requested log-probabilities come from logits of this row."""
     if row.sequence.sampling.prompt_logprobs is None:
         return 0
     end = min(row.start + row.num_tokens, row.sequence.num_prompt_tokens - 1)
@@ -86,10 +86,10 @@ def num_prompt_predictions(row: ScheduledRow) -> int:
 
 
 def split(rows: ListLike[ScheduledRow], max_predictions: int) -> Iterator[list[tuple[int, ScheduledRow]]]:
-    """Split a step into parts, so that each part predicts at most `max_predictions` prompt tokens.
+    """Split a step into parts with at most `max_predictions` requested log-probabilities of prompt tokens each.
 
-    A part is a list of (index in `rows`, row or piece of this row). The pieces of a row come in order, and only the
-    last piece may sample.
+    A part is a list of (index in `rows`, row or piece of this row). The pieces of a row come in order, and a token is
+    sampled from the last piece only.
     """
     part: list[tuple[int, ScheduledRow]] = []
     room = max_predictions

@@ -29,9 +29,9 @@ _TYPES = {
 class StepBuffers:
     """Memory on the device for the arrays of one step, which a single copy from the host fills.
 
-    `begin` starts a step, `put` writes an array to host memory, and `upload` copies all arrays to the device. Arrays
-    with equal shapes that are put in the same order have the same addresses in every step. An array that does not fit
-    into `num_bytes` gets memory of its own.
+    `begin()` starts a step, `put(...)` writes an array to host memory, and `upload()` copies all arrays to the device.
+    Arrays with equal shapes that are put in the same order have the same addresses in every step. An array that does
+    not fit into `num_bytes` gets memory of its own.
     """
 
     # There are two host blocks, used in turn, so that a step can be written while the copy of the step before it is
@@ -59,7 +59,7 @@ class StepBuffers:
             self._copied[self._turn].synchronize()
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Add an array to the step. The result has the array's values from `upload` to the next `upload`."""
+        """Add an array to the step. The result holds the array on the device from this `upload()` to the next."""
         dtype, start = _TYPES[array.dtype], self.num_used
         if start + array.nbytes > len(self._block):
             host = torch.empty(array.shape, dtype=dtype, pin_memory=self._on_gpu)
@@ -84,9 +84,9 @@ class StepBuffers:
 def step_bytes(
     num_tokens: int, num_seqs: int, max_context: int, num_groups: int, block_size: int, num_shapes: int
 ) -> int:
-    """Return the bytes that the arrays of the largest step take.
+    """Return the bytes to reserve for the arrays of a step.
 
-    `num_shapes` is the number of different attention shapes. In steps of decodes, the work lists of all shapes fit.
+    Attention has a list of work items for each of its `num_shapes` shapes. In steps of decodes, all these lists fit.
     """
     works = num_shapes * (num_seqs * 32 + WORK_BYTES)
     tables = 4 * num_groups * num_seqs * -(-max_context // block_size)
@@ -102,7 +102,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 class HostCopy:
-    """Asynchronous copy of a tensor to host memory. `wait` returns the copy."""
+    """Asynchronous copy of a tensor to host memory. `wait()` returns the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._written = tensor, None

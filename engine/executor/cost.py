@@ -79,7 +79,7 @@ class StepCost(Protocol):
 
 
 class FittedCost(NamedTuple):
-    """StepCost that was fitted to measured steps. All coefficients but `knee` are in seconds per unit.
+    """StepCost that was fitted to measured steps. `knee` is in tokens, all other coefficients in seconds per unit.
 
     seconds = step + token x hypot(knee, tokens) + row x sampled rows + decode x decodes
               + decode_kv x KV tokens that decodes read
@@ -153,7 +153,7 @@ class StepTimeModel:
         return float(self._fit() @ self._terms(shape))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
-        """Return how many prefill tokens a step can compute in addition to decodes within the time `seconds`.
+        """Return how many prefill tokens fit into a step of `seconds` seconds beside its decodes.
 
         The decodes are `decode_seqs` sequences that together read `kv_tokens` tokens of KV. Returns 0 if the decodes
         alone take `seconds` or more.
