@@ -139,12 +139,20 @@ Patch = pytest.MonkeyPatch
 
 def attention(**changes: Callable[[Any], Any]) -> Callable[[Patch], None]:
     """Return attention with one keyword changed."""
-    right = ops.paged_attention
+    right, prepare_right = ops.paged_attention, ops.prepare_attention
 
     def wrong(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:
         return right(*tensors, **keywords | {name: change(keywords[name]) for name, change in changes.items()})
 
-    return lambda patch: patch.setattr(ops, "paged_attention", wrong)
+    def prepare(layers: Any, *others: Any) -> Any:
+        change = changes.get("window", lambda window: window)
+        return prepare_right([layer._replace(window=change(layer.window)) for layer in layers], *others)
+
+    def inject(patch: Patch) -> None:
+        patch.setattr(ops, "paged_attention", wrong)
+        patch.setattr(ops, "prepare_attention", prepare)
+
+    return inject
 
 
 def last_slot_not_written(patch: Patch) -> None:
