@@ -87,7 +87,7 @@ def detail(text: str) -> None:
 
 @contextmanager
 def shown(display: Display) -> Iterator[None]:
-    """Show the texts passed to `detail(...)` in `display` while the block runs."""
+    """While the block runs, let `display` show each text that is passed to this module's `detail(...)`."""
     _displays.append(display)
     try:
         yield

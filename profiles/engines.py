@@ -1,4 +1,4 @@
-"""Kinds of engines, such as vLLM: fixed times of a step, and shares of a GPU's peak rates that the engine reaches."""
+"""Kinds of engines, such as vLLM: the fixed overhead of their steps, and how much of a GPU's peak rates they reach."""
 
 from __future__ import annotations
 

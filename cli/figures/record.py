@@ -61,7 +61,7 @@ class RequestRecord:
 
     @property
     def client_lag(self) -> float | None:
-        """Seconds by which the client sent the request later than it could have, without the time to connect."""
+        """Seconds from `ready` to `sent`, less `connect_time`; None if either event did not happen."""
         return None if self.sent is None or self.ready is None else self.sent - self.ready - (self.connect_time or 0.0)
 
     @property

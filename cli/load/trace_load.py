@@ -37,8 +37,8 @@ class TraceLoad(Load):
     """Load of the requests of a trace.
 
     The trace is replayed at its own times, `speedup` times as fast. A finite `request_rate` rescales the times to this
-    mean rate. Without times, with `ignore_timestamps` or with a rate of inf, the settings of `Schedule` determine when
-    requests are sent. A length of 0 becomes 1, because a request needs a token.
+    mean rate. The settings of `Schedule` determine when requests are sent if the trace has no times, if
+    `ignore_timestamps` is set, or if the rate is inf. A length of 0 becomes 1, because a request needs a token.
     """
 
     trace: Trace = field(repr=False)

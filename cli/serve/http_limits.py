@@ -19,7 +19,10 @@ _SPARE_FILES = 80
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits that hold for every client, as flags of `llmsched serve`. Times are in seconds, sizes in bytes."""
+    """Limits of the HTTP server on connections and requests, as flags of `llmsched serve`.
+
+    Times are in seconds, sizes in bytes.
+    """
 
     max_connections: Annotated[
         int | None,

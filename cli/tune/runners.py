@@ -44,7 +44,7 @@ _MAX_STEPS, _MIN_STEPS = 4096, 32
 
 
 class TrialLoad(NamedTuple):
-    """Load that every setting serves, and SLOs to meet."""
+    """Load that an engine serves in each trial, and the SLOs that it should meet."""
 
     load: Load
     slo: Slo

@@ -45,7 +45,7 @@ class KneeLimits:
 
 @dataclass(frozen=True, slots=True)
 class RateAttempt:
-    """Attempt at a rate in requests per second."""
+    """Measured run of a knee search, with requests sent at one rate in requests per second."""
 
     rate: float
     attainment: float  # share of requests that met every SLO
