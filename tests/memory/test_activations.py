@@ -23,6 +23,7 @@ from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import ModelImplementation
 from llmsched.engine.device import computes_bf16
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
+from llmsched.engine.executor.buffers import step_bytes
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.activations import CHUNK_TILE, activation_bytes
 from llmsched.engine.request import SamplingParams, Sequence
@@ -74,12 +75,14 @@ def test_steps_stay_within_the_plan_and_near_it(
     executor = TorchExecutor(model, **sizes, model_impl=model_impl)
     executor.warmup(num_tokens, num_seqs, 1024)
     measured = peak_bytes(lambda: executor.warmup(num_tokens, num_seqs, 1024))
+    buffers = 3 * step_bytes(num_tokens, num_seqs, 1024, num_groups=1, block_size=16, num_shapes=1)
+    assert buffers < 200_000  # so small that the plan leaves them out
     shape = model_shape(config, dtype_bytes=dtype.itemsize)
     float32_products = dtype is torch.bfloat16 and not computes_bf16("cpu")
     planned = activation_bytes(shape, num_tokens, num_seqs, dtype.itemsize, float32_products=float32_products)
     if model_impl == "fused" or dtype is torch.bfloat16:  # the plan is for the path that takes more
         tightness = min(tightness, 0.7)
-    assert tightness * planned <= measured <= 1.02 * planned
+    assert tightness * planned <= measured <= 1.02 * planned + buffers
 
 
 def chunk(start: int, num_tokens: int) -> StepPlan:
