@@ -13,9 +13,9 @@ from llmsched.engine.memory.plan import MemoryPlan, ratios
 from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import find_gpu
-from llmsched.profiles.profile_match import device_changes, same_model
 from llmsched.profiles.toml_files import ProfileError, Scalar, UnknownNameError
 from llmsched.profiles.tuned import TunedProfile, load_profile, store_memory
+from llmsched.profiles.tuned_match import device_changes, same_model
 
 
 def with_profile(options: EngineOptions, name_or_path: str | None) -> EngineOptions:

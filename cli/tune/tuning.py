@@ -38,8 +38,8 @@ from llmsched.engine.memory.planner import DEFAULT_TOKEN_BUDGET, model_name, ope
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 from llmsched.profiles.calibrated import LOCAL
-from llmsched.profiles.profile_match import latest_profile
 from llmsched.profiles.toml_files import Scalar
+from llmsched.profiles.tuned_match import latest_profile
 
 #: Numbers of full runs that a search needs: usually _FULL_RUNS, but _ALL_RUNS for a simulation without short runs.
 _FULL_RUNS, _ALL_RUNS = 10, 25

@@ -20,8 +20,8 @@ from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.profiles.calibrated import Calibration, save_calibration
-from llmsched.profiles.profile_match import latest_profile
 from llmsched.profiles.tuned import TunedProfile, save_profile
+from llmsched.profiles.tuned_match import latest_profile
 
 ONE = TunedProfile(
     engine={"max_num_batched_tokens": 256, "max_num_seqs": 8, "headroom": 0.1},
