@@ -84,8 +84,7 @@ def paged_attention(
     - sinks: [heads]. Each head's sink is one more logit in the denominator of the softmax, without a value (gpt-oss).
     - slopes: [heads]. A key's score is lowered by the head's slope times the distance between key and query in tokens
       (ALiBi, Press et al. 2021).
-    - work: the result of `prepare_attention` for this layer and batch, from the same backend. None: the backend
-      prepares the work now, for which a GPU's backend waits for the device.
+    - work: the result of the backend's `prepare_attention` for this layer and batch. None: it is prepared now.
 
     Returns [T, heads, Dv] in the query's dtype. The softmax is computed in float32.
     """

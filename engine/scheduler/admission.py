@@ -91,6 +91,12 @@ class Admission:
         room = max(0, self.control.max_running - len(self._running))  # preemptions lower max_running
         return min(len(self._waiting), room) if self.worth_trying else 0
 
+    def wait_reason(self, step: StepBuilder) -> WaitReason:
+        """Return why the first waiting request was not admitted to the step."""
+        if self.is_full:
+            return WaitReason.MAX_RUNNING
+        return WaitReason.STEP if step.left <= 0 else self.first_lacks
+
     def admit_short_ones(self, step: StepBuilder, lane: int) -> list[Request]:
         """Admit short requests and give them at most `lane` tokens of the step in total. Return these requests."""
         admitted: list[Request] = []

@@ -17,7 +17,7 @@ from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import Preemption
 from llmsched.engine.scheduler.token_budget import Pacer, StepBuilder
-from llmsched.engine.scheduler.waiting_queue import WaitingQueue, WaitReason, initial_rank
+from llmsched.engine.scheduler.waiting_queue import WaitingQueue, initial_rank
 
 
 class Update(NamedTuple):
@@ -162,7 +162,7 @@ class Scheduler:
         step.decode(decodes)
         behind.sort(key=lambda r: (r.rank, r.request_id))
         self._prefill(step, behind, admit=self.admission.worth_trying and (not preempted or not self.running))
-        self.waiting.times.now_waiting_for(self._wait_reason(step) if self.waiting else None)
+        self.waiting.times.now_waiting_for(self.admission.wait_reason(step) if self.waiting else None)
         if not (rows := step.rows()):
             return StepPlan(())
         finished, self._finished = self._finished, []
@@ -187,11 +187,6 @@ class Scheduler:
         # In sliding-window layers, a request may need one block more until `settle` releases one.
         spare = self.kv.layout.window_groups * len(demand.growing)
         return demand.missing + spare > self.kv.pool.num_available
-
-    def _wait_reason(self, step: StepBuilder) -> WaitReason:
-        if self.admission.is_full:
-            return WaitReason.MAX_RUNNING
-        return WaitReason.STEP if step.left <= 0 else self.admission.first_lacks
 
     def _secure_memory(self, demand: Demand) -> bool:
         """Give running requests blocks for all their tokens. Return True if requests were preempted for this."""

@@ -30,7 +30,7 @@ from llmsched.kernels.cpu.vectors import (
     columns,
     load,
     multiply_add,
-    sum_pairs,
+    sum_each,
 )
 from llmsched.kernels.packed_matrix import BLOCK, TILE_NUMBERS, PackedMatrix
 
@@ -275,13 +275,7 @@ def multiply_tile(
                 for half, weights in enumerate(layout.weights(builder, loop.index, *pointers)):
                     for x, total in zip(xs, totals[column * how_many :], strict=False):
                         builder.store(multiply_add(builder, weights, x[half], builder.load(total)), total)
-        vectors = [builder.load(total) for total in totals]
-        while len(vectors) > 1:
-            vectors = [sum_pairs(builder, *pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
-        found, lanes = vectors[0], LANES
-        while lanes > len(totals):
-            lanes //= 2
-            found = sum_pairs(builder, found, found, lanes)
+        found = sum_each(builder, [builder.load(total) for total in totals])
         target = context.make_array(kinds[7])(context, builder, sums).data
         builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
         return context.get_dummy_value()

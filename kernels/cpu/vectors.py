@@ -64,11 +64,8 @@ def score_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, 
             x = load(builder, query_row, d)
             for row, total in zip(rows, sums, strict=True):
                 builder.store(multiply_add(builder, x, load(builder, row, d), builder.load(total)), total)
-        vectors = [builder.load(total) for total in sums]
-        while len(vectors) > 1:
-            vectors = [sum_pairs(builder, one, other) for one, other in zip(vectors[::2], vectors[1::2], strict=True)]
         target = address(context, builder, signature.args[4], scores, head, place)
-        found = sum_pairs(builder, vectors[0], vectors[0], LANES // 2)
+        found = sum_each(builder, [builder.load(total) for total in sums])
         builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -138,6 +135,18 @@ def sum_pairs(builder: Any, one: Any, other: Any, count: int = LANES) -> Any:
     even = builder.shuffle_vector(one, other, mask(range(0, 2 * count, 2)))
     odd = builder.shuffle_vector(one, other, mask(range(1, 2 * count, 2)))
     return builder.fadd(even, odd)
+
+
+def sum_each(builder: Any, vectors: Sequence[Any]) -> Any:
+    """Return a vector with the sum of each of the `vectors`, whose number is a power of two up to LANES."""
+    lanes, count = LANES, len(vectors)
+    while len(vectors) > 1:
+        vectors = [sum_pairs(builder, *pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+    found = vectors[0]
+    while lanes > count:
+        lanes //= 2
+        found = sum_pairs(builder, found, found, lanes)
+    return found
 
 
 def mask(numbers: Sequence[int]) -> Any:

@@ -214,16 +214,14 @@ def attend_kernel(
     SLOPES: tl.constexpr,
 ):
     """Compute one work item for one KV head."""
-    # The program id is item x KV_HEADS + KV head, so that long items start first. Row m of a tile is query m // GROUP
-    # of the tile and query head m % GROUP of the KV head.
-    kv_head = tl.program_id(0) % KV_HEADS
+    # Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
+    kv_head = tl.program_id(0) % KV_HEADS  # innermost, so that long items start first
     item = items + tl.program_id(0) // KV_HEADS * 8
     sequence, first_token, num_queries = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     first_position, begin, end = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
     slot, is_first = tl.load(item + 6), tl.load(item + 7)
     if num_queries == 0:
         return
-
     rows = tl.arange(0, BLOCK_M)
     real = rows < num_queries * GROUP
     tokens = (first_token + rows // GROUP).to(tl.int64)
@@ -238,8 +236,7 @@ def attend_kernel(
     value_dims = tl.arange(0, BLOCK_V)
     stored = real[:, None] & (value_dims < VALUE_DIM)[None, :]
     if slot < 0:
-        lines = tokens * KV_HEADS * GROUP + heads
-        places = output + lines[:, None] * VALUE_DIM + value_dims[None, :]
+        places = output + (tokens * KV_HEADS * GROUP + heads)[:, None] * VALUE_DIM + value_dims[None, :]
         tl.store(places, (accumulator / total[:, None]).to(output.dtype.element_ty), mask=stored)
     else:
         lines = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M + rows

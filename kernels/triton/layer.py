@@ -78,8 +78,7 @@ def rotary_kernel(
     BY_GROUP: tl.constexpr,
 ):
     """Compute `reference.rotate_and_write` for one vector of one token."""
-    # Query heads have the first numbers, then key heads, then value heads. A program reads the numbers that it rotates
-    # twice: in their order, and with the two halves exchanged.
+    # Heads of queries come first, then of keys, then of values. `y` is `x` with the rotated halves exchanged.
     HALF: tl.constexpr = ROTATED // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
