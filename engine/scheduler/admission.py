@@ -92,7 +92,6 @@ class Admission:
         return min(len(self._waiting), room) if self.worth_trying else 0
 
     def wait_reason(self, step: StepBuilder) -> WaitReason:
-        """Return why the first waiting request was not admitted to the step."""
         if self.is_full:
             return WaitReason.MAX_RUNNING
         return WaitReason.STEP if step.left <= 0 else self.first_lacks

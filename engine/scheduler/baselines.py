@@ -39,10 +39,7 @@ class StaticScheduler(Scheduler):
             self.kv.grow(request)
         return False
 
-    def _wait_reason(self, step: StepBuilder) -> WaitReason:
-        return WaitReason.MAX_RUNNING
-
-    def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
+    def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> WaitReason:
         if not self.running:
             reserved = self.kv.layout.num_blocks(self.config.max_model_len)
             size = min(self.admission.control.max_running, max(1, self.kv.max_request_blocks // reserved))
@@ -53,6 +50,7 @@ class StaticScheduler(Scheduler):
             behind = self.running
         for request in behind:
             step.give(request, step.left)
+        return WaitReason.MAX_RUNNING
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. Its blocks stay reserved while other requests of the batch run, unless the request failed."""

@@ -94,7 +94,8 @@ class OutputPredictor:
         done = num_tokens - np.fromiter(map(_PROMPT, requests), np.int64, len(requests))
         limit = np.fromiter((request.sampling.max_tokens for request in requests), np.int64, len(requests))
         learned = []
-        for priority, ordered in self._sorted.items():
+        for priority in {request.priority for request in requests}:
+            ordered = self._sorted.get(priority, [])
             if self._method == "learned" and len(ordered) >= MIN_SAMPLES:
                 alike = (request.priority == priority and not request.sampling.ignore_eos for request in requests)
                 mask = np.fromiter(alike, np.bool_, len(requests)) & (done < ordered[-1])

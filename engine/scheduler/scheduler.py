@@ -17,7 +17,7 @@ from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import Preemption
 from llmsched.engine.scheduler.token_budget import Pacer, StepBuilder
-from llmsched.engine.scheduler.waiting_queue import WaitingQueue, initial_rank
+from llmsched.engine.scheduler.waiting_queue import WaitingQueue, WaitReason, initial_rank
 
 
 class Update(NamedTuple):
@@ -156,13 +156,13 @@ class Scheduler:
                 decodes.append(request)
             elif uncomputed:
                 behind.append(request)
-        num_prefills = len(behind) + self.admission.num_startable
-        budget = self.pacer.next_budget(self.running, len(decodes), num_prefills)
+        budget = self.pacer.next_budget(decodes, behind, self.admission.num_startable)
         step = StepBuilder(budget, self.kv, self.ledger, self.pacer.pace)
         step.decode(decodes)
         behind.sort(key=lambda r: (r.rank, r.request_id))
-        self._prefill(step, behind, admit=self.admission.worth_trying and (not preempted or not self.running))
-        self.waiting.times.now_waiting_for(self.admission.wait_reason(step) if self.waiting else None)
+        admit = self.admission.worth_trying and (not preempted or not self.running)
+        reason = self._prefill(step, behind, admit=admit)
+        self.waiting.times.now_waiting_for(reason if self.waiting else None)
         if not (rows := step.rows()):
             return StepPlan(())
         finished, self._finished = self._finished, []
@@ -229,10 +229,11 @@ class Scheduler:
             self.counters.num_headroom_changes += self.admission.control.preempted(len(self.running))
         self.waiting.add_at_head_of_class(request, short=self.admission.is_short(request))
 
-    def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> None:
+    def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> WaitReason:
         """Schedule prefills with the tokens that decodes leave in the budget, and admit requests if `admit` is True.
 
-        `behind` are the running requests with more than one uncomputed token, sorted by rank.
+        `behind` are the running requests with more than one uncomputed token, sorted by rank. Returns why the first
+        request that still waits was not admitted.
         """
         lane = int(self.config.fast_lane_share * step.left)
         for request in behind:
@@ -245,6 +246,7 @@ class Scheduler:
             self.admission.admit_in_order(step)
         for request in admitted:
             step.give(request, step.left)
+        return self.admission.wait_reason(step)
 
     # -- after the step ---------------------------------------------------------------------------------------
 

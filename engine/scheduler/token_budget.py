@@ -25,6 +25,9 @@ EXTRA, EXTRA_SHARED = 2.0, 4.0
 LEAST_TARGET = 0.04
 #: Of the steps without prefills, the step-time model learns every LEARN_EVERY-th.
 LEARN_EVERY = 8
+#: A step that takes longer than OUTLIER times its predicted time counts as that long, so that one pause of the machine
+#: does not change the budgets of hundreds of steps.
+OUTLIER = 3.0
 #: Consecutive steps in which decodes alone are predicted to miss target_itl before one warning is logged.
 WARN_AFTER = 32
 #: Steps after which a budget that was lowered for lack of memory is doubled. The number doubles each time memory runs
@@ -49,22 +52,24 @@ class Pacer:
         self._misses = 0
         self._num_steps = -1
 
-    def next_budget(self, running: Sequence[Request], num_decodes: int, num_prefills: int) -> int:
+    def next_budget(self, decodes: Sequence[Request], behind: Sequence[Request], num_startable: int) -> int:
         """Return the most tokens that the next step may compute.
 
-        `num_decodes` is the number of `running` requests that decode, and `num_prefills` the number of running or
-        waiting requests that could prefill.
+        `decodes` and `behind` are the running requests with one and with more uncomputed tokens. `num_startable` is the
+        number of waiting requests that could start.
         """
+        num_decodes, num_prefills = len(decodes), len(behind) + num_startable
         self.step_budget, self.pace = self.limit, {}
         if not num_decodes or self._is_baseline or not self.model.trusted:
             return self.limit
         target = self._target
         if target is None and not num_prefills:
             return self.limit
-        kv_tokens = sum([len(request.token_ids) for request in running])
+        kv_tokens = sum([len(request.token_ids) for request in decodes])
         if target is None:
             alone = self.model.predict(StepShape(0, num_decodes, kv_tokens))
             target = max(LEAST_TARGET, alone * (1 + max(EXTRA, EXTRA_SHARED * num_prefills / num_decodes)))
+        kv_tokens += sum([request.num_computed_tokens for request in behind])
         prefill = self.model.prefill_tokens_within(target, num_decodes, kv_tokens)
         self._warn_of_misses(num_decodes, prefill)
         budget = num_decodes + max(LEAST_PREFILL, prefill)
@@ -95,7 +100,10 @@ class Pacer:
             counts = [row.num_tokens for row in plan.rows]
             prefills = [count for count in counts if count > 1]
             kv_tokens = sum([row.start for row in plan.rows]) + sum(counts)
-            self.model.learn(StepShape(sum(prefills), len(counts) - len(prefills), kv_tokens), seconds)
+            shape = StepShape(sum(prefills), len(counts) - len(prefills), kv_tokens)
+            if self.model.trusted:
+                seconds = min(seconds, OUTLIER * max(self.model.predict(shape), LEAST_TARGET))
+            self.model.learn(shape, seconds)
         if self.limit < self._most:
             self._calm_steps += 1
             if self._calm_steps >= self._raise_after:

@@ -117,4 +117,4 @@ def test_the_budget_recovers_later_each_time() -> None:
     pacer.lower(88)
     assert [steps_until_raised(), pacer.limit] == [2 * RAISE_AFTER, 88]
     assert [steps_until_raised(), pacer.limit] == [2 * RAISE_AFTER, 100]
-    assert pacer.next_budget([], 0, 0) == 100
+    assert pacer.next_budget([], [], 0) == 100

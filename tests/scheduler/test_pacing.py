@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from configs import resolved
 from fakes import make_request
 from simulated_run import LinearCost, SimulatedTimes, simulate
 
-from llmsched.engine.executor.base import StepPlan
+from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.baselines import make_scheduler
-from llmsched.engine.scheduler.token_budget import EXTRA, EXTRA_SHARED, Pacer
+from llmsched.engine.scheduler.token_budget import EXTRA, EXTRA_SHARED, LEARN_EVERY, Pacer
 
 #: A slow device: a prompt of 256 tokens takes a second, a decode of eight requests 76 ms.
 SLOW = LinearCost(0.02, 4e-3, 7e-3, 0.0)
@@ -74,6 +75,32 @@ def test_prompts_are_computed_whole_while_no_request_decodes_and_on_a_fast_devic
     assert max(plan.num_tokens for plan in Run(chats_and_late(), FAST).plans[1:]) == 256
 
 
+def trained() -> Pacer:
+    pacer = Pacer(resolved(max_num_batched_tokens=4096))
+    for i in range(60):
+        shape = StepShape(i * 37 % 256, 1 + i * 11 % 16, 0)
+        pacer.model.learn(shape, SLOW.seconds(shape))
+    return pacer
+
+
+def test_one_pause_of_the_machine_changes_the_budget_little() -> None:
+    pacer, decodes = trained(), [make_request(f"r{i}", [1] * 100) for i in range(8)]
+    before = pacer.next_budget(decodes, [], 1)
+    rows = [ScheduledRow(request, 99, 1, np.zeros((1, 7), np.int32), True) for request in decodes]
+    for _ in range(LEARN_EVERY):
+        pacer.learn(StepPlan(rows), 60.0)
+    assert pacer.next_budget(decodes, [], 1) - 8 == pytest.approx(before - 8, rel=0.5)
+
+
+def test_tokens_that_are_not_computed_yet_are_no_kv() -> None:
+    pacer, decodes = trained(), [make_request(f"r{i}", [1] * 100) for i in range(8)]
+    for i in range(60):
+        shape = StepShape(i * 37 % 256, 1 + i * 11 % 16, i * 97 % 3000)
+        pacer.model.learn(shape, SLOW.seconds(shape) + 1e-5 * shape.kv_tokens)
+    budget = pacer.next_budget(decodes, [], 1)
+    assert pacer.next_budget(decodes, [make_request("long", [1] * 100_000)], 0) == budget
+
+
 def test_prompts_keep_their_pace_after_preemptions_have_lowered_max_running() -> None:
     scheduler = make_scheduler(KVManager(2000, KVLayout(16)), resolved(max_num_seqs=32), VirtualClock())
     for request in chats_and_late():
@@ -112,12 +139,10 @@ def test_explain_tells_the_pace() -> None:
     ],
 )
 def test_time_of_a_step_without_target(decodes: int, prefills: int, seconds: float) -> None:
-    pacer = Pacer(resolved(max_num_batched_tokens=4096))
-    for i in range(60):
-        shape = StepShape(i * 37 % 256, 1 + i * 11 % 16, 0)
-        pacer.model.learn(shape, SLOW.seconds(shape))
-    budget = pacer.next_budget([make_request("r", [1] * 100)], decodes, prefills)
+    pacer = trained()
+    running = [make_request(f"r{i}", [1] * 100) for i in range(decodes)]
+    budget = pacer.next_budget(running, [], prefills)
     assert SLOW.seconds(StepShape(budget - decodes, decodes, 0)) == pytest.approx(seconds, rel=0.05)
     assert pacer.pace == {"reason": "itl", "step_ms": pytest.approx(1e3 * seconds, rel=0.05), "decoding": decodes}
-    assert pacer.next_budget([], decodes, 0) == pacer.next_budget([], 0, prefills) == 4096
+    assert pacer.next_budget(running, [], 0) == pacer.next_budget([], [], prefills) == 4096
     assert not pacer.pace

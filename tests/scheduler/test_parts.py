@@ -236,14 +236,14 @@ def test_step_time_model_finds_the_coefficients() -> None:
 def test_pacer_sizes_steps_only_with_a_target_a_model_and_decodes() -> None:
     request = make_request("r", [1] * 100)
     pacer = Pacer(resolved(target_itl=0.010))
-    assert pacer.next_budget([request], 1, 1) == 2048, "not trusted yet"
+    assert pacer.next_budget([request], [], 1) == 2048, "not trusted yet"
     for i in range(32):
         pacer.model.learn(StepShape(i * 13 % 300, 1, 100), 0.004 + 20e-6 * (i * 13 % 300))
-    assert pacer.next_budget([request], 1, 1) == pytest.approx(300, abs=10)
-    assert pacer.next_budget([request], 0, 1) == 2048, "nobody waits for a next token"
+    assert pacer.next_budget([request], [], 1) == pytest.approx(300, abs=10)
+    assert pacer.next_budget([], [request], 0) == 2048, "nobody waits for a next token"
     tight = Pacer(resolved(target_itl=0.001))
     tight.model = pacer.model
-    assert tight.next_budget([request], 1, 1) == tight.step_budget == 1 + LEAST_PREFILL
+    assert tight.next_budget([request], [], 1) == tight.step_budget == 1 + LEAST_PREFILL
 
 
 def test_a_target_that_decodes_alone_miss_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -251,12 +251,12 @@ def test_a_target_that_decodes_alone_miss_is_told_once(caplog: pytest.LogCapture
     for i in range(32):
         pacer.model.learn(StepShape(i * 13 % 300, 1 + i % 8, 100), 0.004 + 20e-6 * (i * 13 % 300) + 1e-3 * (1 + i % 8))
     for _ in range(4 * WARN_AFTER):
-        pacer.next_budget([request], 1, 1)
+        pacer.next_budget([request], [], 1)
     assert not caplog.records
     for steps in (WARN_AFTER - 1, 1, WARN_AFTER, WARN_AFTER):
         for _ in range(steps):
-            pacer.next_budget([request], 8, 1)
-        pacer.next_budget([request], 1, 1)
+            pacer.next_budget([request] * 8, [], 1)
+        pacer.next_budget([request], [], 1)
     (record,) = caplog.records
     assert "target_itl 6 ms is missed by decodes alone (8 of them)" in record.getMessage()
 
