@@ -191,7 +191,8 @@ def _fit(
     context = max(0, executor.used_bytes() - executor.reserved_bytes() - plan.device.used_by_others)
     # What torch keeps after the warm-up, such as workspaces of libraries, was counted with the activations.
     activations = max(plan.activation_bytes, measured.activations or 0)
-    activations -= max(0, executor.reserved_bytes() - measured.weights - executor.kv_cache_bytes)
+    kept = executor.reserved_bytes() - measured.weights - executor.kv_cache_bytes
+    activations -= min(max(0, kept), activations)
     progress("measuring memory", 1, 1)
     graphs = None if config.enforce_eager else executor.capture(rows, plan.max_model_len, progress)
     measured = replace(measured, context=context, graphs=graphs)

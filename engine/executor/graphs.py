@@ -91,6 +91,7 @@ def cuda_recorder(stream: torch.cuda.Stream) -> Recorder:
             # torch leaves its allocator in capture mode, in which it does not free memory, if a capture ends badly.
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                torch._C._cuda_releasePool(stream.device_index, pool)
             raise
         return Recording(graph.replay, output)
 
@@ -161,7 +162,7 @@ class DecodeGraphs:
         """
         found = self.run(inputs)[[0, -1]].float()
         expected = self._graphs[len(inputs.input_ids)].run()[[0, -1]].float()
-        if (found - expected).norm() > TOLERANCE * expected.norm():
+        if not (found - expected).norm() <= TOLERANCE * expected.norm():  # also if logits are not numbers
             raise NotCapturableError("a replayed pass computes other logits")
 
     def _set_tables(self, inputs: ModelInputs) -> None:

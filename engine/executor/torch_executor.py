@@ -282,8 +282,9 @@ class TorchExecutor(Executor):
                     graphs.capture(self._decode_inputs(size, 0))
                     graphs.check(self._decode_inputs(size, min(1, max_model_len - 1)))
         except Exception as error:
-            reason = error.__context__ or error  # the end of a capture that failed raises another error
-            logger.warning("decodes run without CUDA graphs, because they cannot be captured: %s", one_line(reason))
+            # The end of a capture that failed raises another error. A variable for it would keep the cache alive.
+            reason = one_line(error.__context__ or error)
+            logger.warning("decodes run without CUDA graphs, because they cannot be captured: %s", reason)
             return None
         progress("capturing CUDA graphs", len(sizes), len(sizes))
         self._graphs = graphs
