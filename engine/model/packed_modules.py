@@ -35,7 +35,7 @@ class PackedLinear(PackedModule):
     def forward(self, inputs: Tensor) -> Tensor:
         backend: Any = load_backend(backend_name(inputs.device.type))
         output: Tensor = backend.linear(inputs.flatten(0, -2), (self.matrix,), self.bias)
-        return output.view(*inputs.shape[:-1], -1)
+        return output.view(*inputs.shape[:-1], self.out_features)
 
 
 class PackedEmbedding(PackedModule):

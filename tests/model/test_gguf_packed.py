@@ -85,11 +85,13 @@ def executor(model: Any, impl: Any = "auto") -> TorchExecutor:
     return TorchExecutor(model, **sizes, kv_dtype=torch.float32, model_impl=impl)
 
 
-def generated(made: TorchExecutor, count: int = 60, num_sequences: int = 3) -> list[list[tuple[int, float]]]:
+def generated(
+    made: TorchExecutor, count: int = 60, num_sequences: int = 3, chunk: int = 1000
+) -> list[list[tuple[int, float]]]:
     """Return the greedy tokens that follow some prompts, with their log-probabilities."""
     sequences = [make_sequence(str(number), list(range(4, 24 + number)), logprobs=1) for number in range(num_sequences)]
     stepper = Stepper(made, sequences, 100)
-    stepper.generate(count, (1000,))
+    stepper.generate(count, (chunk,))
     return [[(row.token_id, row.logprob.logprob) for row in rows if row.logprob] for rows in stepper.results]
 
 
@@ -105,6 +107,13 @@ def test_tokens_and_logits_equal_those_of_the_dequantised_model(case: str, tmp_p
     count = 60 if case == "llama" else 10
     kept, dense = (generated(executor(load(path, packed=choice), "fused"), count) for choice in (True, False))
     assert len(dense[0]) >= count
+    assert_same(kept, dense)
+
+
+@pytest.mark.parametrize("impl", ["fused", "transformers"])
+def test_chunks_that_sample_nothing(impl: str, tmp_path: Path) -> None:
+    path = tiny(tmp_path)
+    kept, dense = (generated(executor(load(path, packed=choice), impl), 3, 1, chunk=7) for choice in (True, False))
     assert_same(kept, dense)
 
 
