@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -157,6 +158,7 @@ def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None)
     mlp = children(parts["mlp"], "the MLP", "down activation", "gate_up gate up")
     if getattr(parts["attention"], "is_causal", True) is not True:
         raise UnknownStructureError("attention is not causal")
+    _check_rotation(parts["attention"])
     if "post_mlp_norm" not in parts and "post_attention_norm" in parts:  # Llama's name of the norm before the MLP
         parts["mlp_norm"] = parts.pop("post_attention_norm")
     rules |= {norm_rule(module) for name, module in (parts | attention).items() if name.endswith("norm")}
@@ -187,6 +189,15 @@ def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None)
         clip=getattr(parts["attention"], "clip_qkv", None),
     )
     return made, traits
+
+
+def _check_rotation(attention: nn.Module) -> None:
+    """Raise UnknownStructureError if rotary embeddings pair neighbouring numbers, as in GLM."""
+    # In 16-bit types, the comparison of logits would not notice.
+    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    numbers = torch.arange(8.0)
+    if rotate is not None and not torch.equal(rotate(numbers), torch.cat((-numbers[4:], numbers[:4]))):
+        raise UnknownStructureError("rotary embeddings pair neighbouring numbers")
 
 
 def children(module: nn.Module, what: str, needed: str, optional: str = "") -> dict[str, Any]:

@@ -192,5 +192,16 @@ def test_factors_between_modules_are_noticed() -> None:
         paged_model(AutoModelForCausalLM.from_config(config).eval(), "fused")
 
 
+@pytest.mark.parametrize("family", ["glm", "helium"])
+def test_rotary_embeddings_of_neighbouring_numbers_are_noticed_in_16_bits(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads)).to(torch.bfloat16).eval()
+    with pytest.raises(ConfigError, match="pair neighbouring numbers"):
+        paged_model(model, "fused")
+
+
 def test_transformers_can_be_asked_for() -> None:
     assert executor("llama", "transformers").model_impl == "transformers"
