@@ -166,8 +166,11 @@ def _in_a_thread(action: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="llmsched-warm-up", daemon=True).start()
-    return outcome.result()
+    thread = threading.Thread(target=run, name="llmsched-warm-up", daemon=True)
+    thread.start()
+    result = outcome.result()
+    thread.join()
+    return result
 
 
 def _fit(
@@ -211,7 +214,8 @@ def _fit(
         if excess <= 0:
             break
         measured = replace(measured, context=context + excess + plan.block_bytes)  # KV is rounded down to blocks
-    executor.reserve_host(swap.num_blocks)
+    with _within_memory(plan, "reserving host memory", f"lower {setting('swap_space')}"):
+        executor.reserve_host(swap.num_blocks)
     if graphs is not None:
         graphs = executor.capture(rows, fitted.max_model_len, progress)
     return fitted, replace(measured, context=context, graphs=graphs)

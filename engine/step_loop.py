@@ -120,6 +120,7 @@ class StepLoop:
                 if not is_out_of_memory(error) or attempts == self.max_attempts:
                     raise
                 self._abandon(step.plan, error)
+                step = None  # its error refers to the tensors of the step
                 continue
             if self.on_step is not None:
                 self.on_step(self.scheduler.kv_usage())

@@ -72,6 +72,11 @@ class StepBuffers:
         strides = [prod(array.shape[axis + 1 :]) for axis in range(array.ndim)]
         return torch.as_strided(self._views[array.dtype], array.shape, strides, start // array.itemsize)
 
+    @property
+    def fits(self) -> bool:
+        """True if no array of the step has memory of its own."""
+        return not self._large
+
     def upload(self) -> None:
         """Start to copy the step's arrays to the device."""
         self._block[: self.num_used].copy_(self._hosts[self._turn][: self.num_used], non_blocking=True)

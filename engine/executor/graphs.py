@@ -64,7 +64,9 @@ class ModelInputs(NamedTuple):
     positions: torch.Tensor
     context: PagedContext
     logit_rows: torch.Tensor | None
-    fixed_bytes: int  # bytes of StepBuffers before the block tables, the only array whose size depends on contexts
+    #: Bytes of StepBuffers before the block tables, the only array whose size depends on contexts. None: an array
+    #: before the block tables did not fit.
+    fixed_bytes: int | None
     use_graph: bool = False  # True if the inputs are padded to the size of a graph
 
 
@@ -102,7 +104,7 @@ class _Graph(NamedTuple):
     recording: Recording
     run: Callable[[], torch.Tensor]  # computes the recorded pass without the graph
     works: list[Any]
-    fixed_bytes: int
+    fixed_bytes: int | None
 
 
 class DecodeGraphs:
@@ -130,6 +132,8 @@ class DecodeGraphs:
         """
         # Larger graphs should be captured first, so that smaller ones reuse their memory.
         size = len(inputs.input_ids)
+        if inputs.fixed_bytes is None:
+            raise NotCapturableError("the arrays of a step do not fit into the StepBuffers")
         works = [*inputs.context.works]
         context = replace(inputs.context, block_tables=self._tables[:, :size], works=works)
         run = partial(self._model.forward, inputs.input_ids, inputs.positions, context, None)

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +102,7 @@ class TorchExecutor(Executor):
         self._host: HostBlocks | None = None
         self._cache = KVCache([], [], [])
         self.used_bytes()  # returns their memory
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, self._kv_dtype, self.device)
         self.num_blocks = num_blocks
         self.kv_cache_bytes = self._cache.num_bytes
@@ -108,15 +110,19 @@ class TorchExecutor(Executor):
     def reserve_host(self, num_host_blocks: int) -> None:
         """Reserve blocks in host memory, to which KV blocks can be swapped."""
         if num_host_blocks:
-            with torch.cuda.stream(self._stream):
+            with self._on_stream():
                 self._host = HostBlocks(self._cache, num_host_blocks, self.device)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        # On a CPU, torch.cuda.stream(None) would initialise CUDA if the machine has a GPU.
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self._sampler.forget(plan.finished)
         previous, self._sampled = self._sampled, SampledTokens()
         if self._host is not None:
             self._host.take_times()  # drop the times of a step that failed
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), self._on_stream():
             stopwatch = Stopwatch(self.device)
             # Copy KV blocks in the order that StepPlan states.
             if plan.swap_out:
@@ -150,7 +156,7 @@ class TorchExecutor(Executor):
 
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
         """Compute rows without sampling. Return the logits [T, vocab_size] of all their tokens."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), self._on_stream():
             _, inputs = self._pack(rows, every_token=True)
             self._buffers.upload()
             logits = self._forward(inputs)
@@ -192,7 +198,7 @@ class TorchExecutor(Executor):
         works = prepare_attention(
             self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, buffers.put
         )
-        fixed_bytes = buffers.num_used
+        fixed_bytes = buffers.num_used if buffers.fits else None
         context = PagedContext(self._cache, slots, buffers.put(batch.block_tables), *lengths, works)
         # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
         every_token |= size is not None or len(batch.sampling_rows) == len(batch.input_ids)
@@ -246,7 +252,7 @@ class TorchExecutor(Executor):
         num_shapes = len(set(self._model.attention))
         num_bytes = step_bytes(*sizes, self.layout.num_groups, self.block_size, num_shapes)
         self._graphs = None
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             self._buffers = StepBuffers(self.device, min(num_bytes, MAX_STEP_BYTES))
         for name, rows, sampling in warmup_steps(*sizes):
             progress(f"{work}: {name}", 0, 1)
@@ -273,7 +279,7 @@ class TorchExecutor(Executor):
         self._graphs = None
         started, before, sizes = time.perf_counter(), self.used_bytes(), graph_sizes(max_rows)
         try:
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
+            with torch.inference_mode(), self._on_stream():
                 blocks = -(-max_model_len // self.block_size)
                 tables = torch.zeros(self.layout.num_groups, sizes[-1], blocks, dtype=torch.int32, device=self.device)
                 graphs = DecodeGraphs(self._model, tables, record)

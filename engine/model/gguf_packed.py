@@ -12,6 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import Q4_K
 
 from llmsched.engine.architecture.weights import Weights
+from llmsched.engine.errors import ModelError
 from llmsched.engine.model.gguf_file import ROPE_TABLES, GGUFFile, GGUFTensor
 from llmsched.kernels.packed_matrix import PackedMatrix
 
@@ -52,6 +53,8 @@ def packed(file: GGUFFile, name: str) -> PackedMatrix:
     packing = PACKINGS[tensor.tensor_type]
     _, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
     parts = packing.convert(np.ascontiguousarray(tensor.data).reshape(-1, block_bytes))
+    if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
+        raise ModelError(f"{file.path}: scales of {name} are not finite; the file is damaged, download it again")
     rows = tensor.shape[0]
     # Parts of the read-only file are copied.
     return PackedMatrix._make(

@@ -13,6 +13,7 @@ from fake_graphs import FakeRecorder, capture_fake_graphs
 from stepping import Stepper, make_sequence
 from tiny_models import build_model
 
+from llmsched.engine.executor.buffers import StepBuffers
 from llmsched.engine.executor.graphs import NotCapturableError, NothingWaits, Recording, cuda_recorder
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.graph_memory import graph_sizes
@@ -119,6 +120,13 @@ def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCap
     assert executor.capture(MAX_ROWS, LENGTH, record=recorder) is None
     assert "waits for values on the device" in caplog.messages[0]
     assert not recorder.replays
+
+
+def test_arrays_with_memory_of_their_own_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    executor = make_executor()
+    executor._buffers = StepBuffers(executor.device, 16)
+    assert executor.capture(MAX_ROWS, LENGTH, record=FakeRecorder()) is None
+    assert "do not fit" in caplog.messages[0]
 
 
 class Stream:

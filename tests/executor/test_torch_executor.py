@@ -16,6 +16,7 @@ from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.request import TokenLogprob
+from llmsched.kernels.dispatch import ENVIRONMENT_VARIABLE
 
 aten = torch.ops.aten
 
@@ -185,6 +186,7 @@ def test_a_step_on_a_gpu_is_over_when_it_is_computed(monkeypatch: pytest.MonkeyP
 
     Its time is the device's, and `launch` does not wait.
     """
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
     executor = make_executor()
     told: list[str] = []
     monkeypatch.setattr(FakeEvent, "told", told)

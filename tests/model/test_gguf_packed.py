@@ -19,6 +19,7 @@ from llmsched.cli.serve.banner import start_rows
 from llmsched.engine.build import build_engine, tensor_bytes
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
+from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.planner import gguf_weights, open_planner
 from llmsched.engine.model.gguf_file import GGUFTensor
@@ -67,6 +68,14 @@ def test_values_are_those_that_gguf_defines(kind: GGMLQuantizationType) -> None:
     np.testing.assert_array_equal(matrix.unpacked().numpy(), gguf.dequantize(data, kind))
     num_bytes = sum(part.nbytes for part in matrix if part is not None)
     assert num_bytes == PACKINGS[kind].bytes_per_weight * shape[0] * shape[1]
+
+
+def test_scales_that_are_not_finite_are_refused() -> None:
+    data = np.zeros((1, 34), np.uint8)
+    data[:, :2] = np.float16([np.inf]).view(np.uint8)
+    file: Any = SimpleNamespace(path="a.gguf", tensors={"m": GGUFTensor((1, 32), GGMLQuantizationType.Q8_0, data)})
+    with pytest.raises(ModelError, match=r"a\.gguf: scales of m are not finite"):
+        packed(file, "m")
 
 
 def tiny(tmp_path: Path, case: str = "llama", quantisation: Any = mixed) -> Path:
