@@ -12,6 +12,28 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+#: Case -> (architecture of tiny_models, that of GGUF, changes of the configuration).
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama tied": ("llama", "llama", {}),
+    "llama untied": ("llama", "llama", {"tie_word_embeddings": False}),
+    "llama biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama head_dim": ("llama", "llama", {"head_dim": 32}),
+    "llama theta": ("llama", "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}}),
+    "mistral": ("mistral", "llama", {"sliding_window": None}),
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen3": ("qwen3", "qwen3", {}),
+    "gemma": ("gemma", "gemma", {}),
+    "gemma2": ("gemma2", "gemma2", {"query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "gemma3": ("gemma3", "gemma3", {"query_pre_attn_scalar": 32}),
+    "phi3": ("phi3", "phi3", {}),
+    "phi3 window": ("phi3", "phi3", {"sliding_window": 8}),
+    "phi3 partial rope": (
+        "phi3",
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+}
+
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
