@@ -97,6 +97,7 @@ class Pacer:
         has_prefills = bool(plan.rows) and plan.rows[-1].num_tokens > 1  # decodes are the first rows
         is_due = has_prefills or not self.model.trusted or self._num_steps % LEARN_EVERY == 0
         if is_due and not self._is_baseline:
+            # `shape_of` also counts what this model does not use, which takes time in every step.
             counts = [row.num_tokens for row in plan.rows]
             prefills = [count for count in counts if count > 1]
             kv_tokens = sum([row.start for row in plan.rows]) + sum(counts)
