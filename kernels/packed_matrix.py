@@ -17,19 +17,25 @@ TILE_NUMBERS = 1 << 19
 class PackedMatrix(NamedTuple):
     """Matrix [M, N] of the numbers code x scale + offset, where N is a multiple of 32.
 
-    - codes: int8 [M, N], or uint8 [M, N / 2] with two 4-bit codes in a byte.
-    - scales, offsets: float16 or float32 [M, N / G], for groups of G = 16 or 32 neighbouring codes. None: all offsets
-      are 0.
+    - codes: int8 or float8_e4m3fn [M, N], or uint8 [M, N / 2] with two 4-bit codes in a byte.
+    - scales: float16, bfloat16 or float32 [M, N / G], for groups of G neighbouring codes. G is a multiple of 16.
+    - offsets: [M, N / G], float32 or of the type of `scales`. None: all offsets are 0.
+    - table: float32 [16]. The 4-bit code c stands for the number table[c]. None: a code stands for itself.
+    - order: int64 [N]. Column j is multiplied by input order[j]. None: by input j.
     """
 
     codes: Tensor
     scales: Tensor
-    offsets: Tensor | None
+    offsets: Tensor | None = None
+    table: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Properties in which matrices must agree so that their rows can be joined."""
-        return self.codes.dtype, self.shape[1], self.scales.dtype, self.scales.shape[1], self.offsets is None
+        types = self.codes.dtype, self.scales.dtype, None if self.offsets is None else self.offsets.dtype
+        shared = (None if part is None else tuple(part.tolist()) for part in (self.table, self.order))
+        return *types, self.shape[1], self.scales.shape[1], *shared
 
     @property
     def bits(self) -> int:
@@ -40,16 +46,20 @@ class PackedMatrix(NamedTuple):
         return len(self.codes), self.codes.shape[1] * 8 // self.bits
 
     def rows(self, index: Tensor | slice) -> PackedMatrix:
-        return PackedMatrix._make(None if part is None else part[index] for part in self)
+        offsets = None if self.offsets is None else self.offsets[index]
+        return self._replace(codes=self.codes[index], scales=self.scales[index], offsets=offsets)
 
     def unpacked(self) -> Tensor:
-        """Return the matrix as float32 [M, N]."""
+        """Return the matrix as float32 [M, N], with its columns in the order of the inputs."""
         codes, (num_rows, groups) = self.codes, self.scales.shape
         if self.bits == 4:
             codes = codes.view(num_rows, -1, 1, BLOCK // 2).repeat(1, 1, 2, 1)
             codes[:, :, 1] >>= 4
             codes &= 15
-        numbers = codes.reshape(num_rows, groups, -1).float() * self.scales.float()[..., None]
+        numbers = codes.reshape(num_rows, groups, -1)
+        numbers = numbers.float() if self.table is None else self.table[numbers.int()]
+        numbers = numbers * self.scales.float()[..., None]
         if self.offsets is not None:
             numbers += self.offsets.float()[..., None]
-        return numbers.flatten(1)
+        matrix = numbers.flatten(1)
+        return matrix if self.order is None else matrix[:, self.order.argsort()]

@@ -212,9 +212,12 @@ def product(linears: Sequence[Linear]) -> Product:
 
 
 def joined_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
-    """Concatenate the rows of matrices. The tensors of the matrices become views of the result."""
-    parts = zip(*matrices, strict=True)
-    return PackedMatrix._make(None if part[0] is None else joined(part) for part in parts)
+    """Concatenate the rows of matrices of one kind. The tensors of the matrices become views of the result."""
+    first = matrices[0]
+    rows = {"codes": [each.codes for each in matrices], "scales": [each.scales for each in matrices]}
+    if first.offsets is not None:
+        rows["offsets"] = [each.offsets for each in matrices if each.offsets is not None]
+    return first._replace(**{name: joined(parts) for name, parts in rows.items()})
 
 
 def joined(parameters: Sequence[Tensor]) -> Tensor:

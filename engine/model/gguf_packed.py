@@ -53,13 +53,12 @@ def packed(file: GGUFFile, name: str) -> PackedMatrix:
     packing = PACKINGS[tensor.tensor_type]
     _, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
     parts = packing.convert(np.ascontiguousarray(tensor.data).reshape(-1, block_bytes))
-    if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
+    given = [part for part in parts if part is not None]
+    if not all(np.isfinite(part).all() for part in given[1:]):
         raise ModelError(f"{file.path}: scales of {name} are not finite; the file is damaged, download it again")
-    rows = tensor.shape[0]
     # Parts of the read-only file are copied.
-    return PackedMatrix._make(
-        None if part is None else torch.from_numpy(part.reshape(rows, -1).copy()) for part in parts
-    )
+    codes, scales, *offsets = (torch.from_numpy(part.reshape(tensor.shape[0], -1).copy()) for part in given)
+    return PackedMatrix(codes, scales, *offsets)
 
 
 def _halves(blocks: Bytes, *columns: int) -> list[npt.NDArray[np.float16]]:

@@ -14,8 +14,6 @@ from llmsched.kernels.packed_matrix import PackedMatrix
 
 class PackedModule(nn.Module):
     codes: Tensor
-    scales: Tensor
-    offsets: Tensor | None
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__()
@@ -24,7 +22,7 @@ class PackedModule(nn.Module):
 
     @property
     def matrix(self) -> PackedMatrix:
-        return PackedMatrix(self.codes, self.scales, self.offsets)
+        return PackedMatrix._make(getattr(self, name) for name in PackedMatrix._fields)
 
 
 class PackedLinear(PackedModule):

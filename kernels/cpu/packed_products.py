@@ -20,6 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
+from llmsched.kernels import reference
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, from_float32, jit, prefetch_rows, put
 from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, own_part, run, thread_num
 from llmsched.kernels.cpu.vectors import (
@@ -52,6 +53,8 @@ Arguments = arguments_type(
 
 def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
     """Compute `reference.linear` for a `weight` that consists of the packed matrices `parts`."""
+    if not all(map(_is_compiled, parts)):
+        return reference.linear(rows, parts, bias)
     output = rows.new_empty(len(rows), sum(len(part.codes) for part in parts))
     few = len(rows) <= MAX_ROWS.get(rows.dtype, 0) and all(len(part.codes) >= CHUNK for part in parts)
     computed, found = (rows.float().contiguous(), output.float()) if few else (rows, output)
@@ -62,6 +65,13 @@ def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None) -> 
     if bias is not None:
         found += bias
     return found.to(rows.dtype)
+
+
+def _is_compiled(matrix: PackedMatrix) -> bool:
+    codes, scales, offsets, table, order = matrix
+    types = scales.dtype in (torch.float16, torch.float32) and (offsets is None or offsets.dtype == scales.dtype)
+    group = matrix.shape[1] // scales.shape[1]
+    return codes.dtype != torch.float8_e4m3fn and types and table is order is None and group in (16, 32)
 
 
 def multiply_packed(rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
