@@ -1,4 +1,4 @@
-"""Terminal output: tables, bars, progress, units and JSON, in plain text if the stream is not a terminal."""
+"""Terminal output: tables, progress, units and JSON, in plain text if the stream is not a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from itertools import accumulate
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -34,7 +33,6 @@ _PLAIN_WIDTH = 10_000
 _SHORT_LABEL = 16
 #: Bars shown at a time, the latest stages.
 _MOST_BARS = 3
-_PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 #: Indentation and label at the start of a line, such as "KV memory  ". Further lines begin below the text after it.
 _LABEL = re.compile(r" *(?:\S{2,}(?: \S+)?? {2,})?")
@@ -214,28 +212,6 @@ def chart(drawn: Chart) -> None:
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     say(legend)
-
-
-def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
-    """Draw byte counts as shares of `total` bytes in one bar of letters, with a legend."""
-    from rich.text import Text
-
-    console = stdout()
-    width = min(width, console.width - 13)
-    sums = list(accumulate(count for _, count in parts))
-    ends = [min(width, round(width * done / total)) if total else 0 for done in sums]
-    bar, legend, start = Text("["), [], 0
-    for index, ((label, count), end) in enumerate(zip(parts, ends, strict=True)):
-        letter, style = label[0].upper(), f"black on {_PALETTE[index % len(_PALETTE)]}"
-        bar.append(letter * (end - start), style=style)
-        legend.append(Text.assemble((letter, style), f" {label} {human_bytes(count)}"))
-        start = end
-    if start < width:
-        bar.append("." * (width - start))
-        legend.append(Text(f". free {human_bytes(total - sums[-1] if sums else total)}"))
-    console.print(bar.append(f"] {human_bytes(total)}"))
-    narrow = sum(len(each) + 2 for each in legend) - 2 > console.width
-    console.print(Text("\n" if narrow else "  ").join(legend))
 
 
 def emit_json(value: Any) -> None:

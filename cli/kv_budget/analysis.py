@@ -11,9 +11,9 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, gpu_device
 from llmsched.engine.errors import setting
 from llmsched.engine.kv.layout import group_layers
-from llmsched.engine.memory.changes import Change, MemoryDemand, changes
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.planner import SHIPPED, ModelPlanner
+from llmsched.engine.memory.remedies import Change, MemoryDemand, changes
 from llmsched.profiles.gpus import gpus
 
 if TYPE_CHECKING:

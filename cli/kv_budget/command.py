@@ -15,8 +15,8 @@ from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_
 from llmsched.cli.options.flags import ModelArgument, resolve_model, with_options
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.changes import MemoryDemand, config_for_demand, longest_context
 from llmsched.engine.memory.planner import open_planner
+from llmsched.engine.memory.remedies import MemoryDemand, config_for_demand, longest_context
 from llmsched.engine.memory.vllm_profile import VLLM_PROFILES
 from llmsched.engine.model.support import refusal
 

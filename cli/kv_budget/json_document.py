@@ -9,8 +9,8 @@ from llmsched.cli.kv_budget.capacity import capacity_by_length, concurrency
 from llmsched.cli.options.flags import flag
 from llmsched.engine.architecture.geometry import LayerGroup
 from llmsched.engine.errors import spell
-from llmsched.engine.memory.changes import step_sizes
 from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.remedies import step_sizes
 from llmsched.profiles.gpus import GpuSpec
 
 

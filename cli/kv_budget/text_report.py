@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from llmsched.cli import render
@@ -10,6 +11,9 @@ from llmsched.cli.options.flags import flag
 from llmsched.cli.render import human_bytes
 from llmsched.engine.errors import spell
 from llmsched.profiles.gpus import GpuSpec
+
+#: Colours of the parts of a bar.
+_PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
 def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
@@ -24,7 +28,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
         render.say(f"  {line}")
     render.say()
     parts = plan.fixed_parts | {"KV": plan.kv_bytes, "other programs": plan.device.used_by_others}
-    render.stacked_bar([(name, count) for name, count in parts.items() if count], plan.device.total)
+    stacked_bar([(name, count) for name, count in parts.items() if count], plan.device.total)
     render.say()
     labels = {analysis.mean_len: " (mean)", plan.max_model_len: " (max_model_len)"}
     capacity = [
@@ -53,6 +57,28 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
     for note in document["notes"]:
         render.say(f"note: {note}")
     _show_answer(document)
+
+
+def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60) -> None:
+    """Draw byte counts as shares of `total` bytes in one bar of letters, with a legend."""
+    from rich.text import Text
+
+    console = render.stdout()
+    width = min(width, console.width - 13)
+    sums = list(accumulate(count for _, count in parts))
+    ends = [min(width, round(width * done / total)) if total else 0 for done in sums]
+    bar, legend, start = Text("["), [], 0
+    for index, ((label, count), end) in enumerate(zip(parts, ends, strict=True)):
+        letter, style = label[0].upper(), f"black on {_PALETTE[index % len(_PALETTE)]}"
+        bar.append(letter * (end - start), style=style)
+        legend.append(Text.assemble((letter, style), f" {label} {human_bytes(count)}"))
+        start = end
+    if start < width:
+        bar.append("." * (width - start))
+        legend.append(Text(f". free {human_bytes(total - sums[-1] if sums else total)}"))
+    console.print(bar.append(f"] {human_bytes(total)}"))
+    narrow = sum(len(each) + 2 for each in legend) - 2 > console.width
+    console.print(Text("\n" if narrow else "  ").join(legend))
 
 
 def _head_dims(group: dict[str, Any], factor: str = "") -> str:

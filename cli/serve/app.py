@@ -15,7 +15,6 @@ from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.completion_response import CompletionResponse
-from llmsched.cli.serve.event_stream import EventStream
 from llmsched.cli.serve.explain_route import AnswerIds, explain_route
 from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import read_body, until_disconnect
@@ -34,6 +33,7 @@ from llmsched.cli.serve.protocol import (
     parse,
     priority_of,
 )
+from llmsched.cli.serve.sse_response import EventStream
 from llmsched.cli.serve.tokenize_routes import tokenize_routes
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmsched.cli.serve.api_errors import ApiError, api_error
 from llmsched.cli.serve.choices import ChoiceDelta, ChoiceFormat
-from llmsched.cli.serve.event_stream import DONE, event, json_line
+from llmsched.cli.serve.sse_response import DONE, event, json_line
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import FinishReason, RequestOutput
 from llmsched.engine.request_stream import RequestStream

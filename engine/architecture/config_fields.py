@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from llmsched.engine.architecture.families import FAMILIES
 from llmsched.engine.architecture.standard_settings import STANDARD_NAMES, standardise
 from llmsched.engine.errors import ModelError, one_line
-from llmsched.engine.lfs_pointer import refuse_lfs_pointer
+from llmsched.engine.model_files import refuse_lfs_pointer
 from llmsched.profiles.toml_files import replace_file
 
 if TYPE_CHECKING:

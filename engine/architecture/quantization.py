@@ -10,9 +10,7 @@ from typing import Any, Literal
 
 from llmsched.engine.architecture.config_fields import Fields, nested_text, read_json_object
 from llmsched.engine.errors import ConfigError, ModelError
-
-#: Name of the file in which ModelOpt describes the quantisation of the checkpoint beside it.
-QUANTIZATION_FILE = "hf_quant_config.json"
+from llmsched.engine.model_files import QUANTIZATION_FILE
 
 #: Typical quantization_config for each name that `--quantization` takes.
 QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {

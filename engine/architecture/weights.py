@@ -18,7 +18,7 @@ from llmsched.engine.architecture.quantization import Quantization, quantization
 from llmsched.engine.architecture.standard_settings import standardise
 from llmsched.engine.architecture.vision import can_be_built, encoder_parameters
 from llmsched.engine.errors import ModelError
-from llmsched.engine.lfs_pointer import refuse_lfs_pointer
+from llmsched.engine.model_files import SAFETENSORS, SAFETENSORS_INDEX, numbered_shards, refuse_lfs_pointer
 from llmsched.engine.units import human_bytes
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_SHARD = re.compile(r"model-\d{5}-of-(?P<total>\d{5})\.safetensors")
 _MAX_HEADER = 100_000_000  # limit of the safetensors library
 
 #: Patterns that classify the tensors of a built model by name.
@@ -69,11 +67,11 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
     size, the result is 0 bytes and a note that says why. Raises ModelError for a damaged file.
     """
     files: list[Path] = []
-    if path is not None and (path / _INDEX).is_file():
-        content = read_json_object(path / _INDEX)
+    if path is not None and (path / SAFETENSORS_INDEX).is_file():
+        content = read_json_object(path / SAFETENSORS_INDEX)
         files = [path / name for name in sorted(set(content.get("weight_map", {}).values()))]
     elif path is not None:
-        files = numbered_shards(path) or [path / _SINGLE]
+        files = numbered_shards(path) or [path / SAFETENSORS]
     if files and all(file.is_file() for file in files):  # without one of the shards the sum would be wrong
         return _from_headers(files, dtype_bytes, fields)
     fields = fields.reread()
@@ -119,16 +117,6 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
         named = fields.content.get("model_type")
         notes.append(f"{_NO_ENCODERS}: {named} cannot be built here")
     return counted or {}, tuple(notes)
-
-
-def numbered_shards(directory: Path) -> list[Path]:
-    """Return the paths of all shards model-0000K-of-0000N.safetensors, if at least one of them exists."""
-    totals = {match["total"] for file in directory.glob("model-*") if (match := _SHARD.fullmatch(file.name))}
-    return [
-        directory / f"model-{number:05}-of-{total}.safetensors"
-        for total in sorted(totals)
-        for number in range(1, int(total) + 1)
-    ]
 
 
 def stored_bytes(modules: Mapping[str, Parameters], quantization: Quantization | None, dtype_bytes: int) -> Parameters:

@@ -12,6 +12,9 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.graph_memory import CapturedGraphs
 
+#: Highest gpu_memory_utilization that messages advise; above it, fragmentation makes running out of memory likely.
+MAX_ADVISED_UTILISATION = 0.95
+
 
 class MemoryParts(NamedTuple):
     """Bytes reserved for each part. `other` is the CUDA context, CUDA graphs and the recurrent state."""

@@ -6,11 +6,8 @@ import math
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, setting
-from llmsched.engine.memory.plan import MemoryPlan
+from llmsched.engine.memory.plan import MAX_ADVISED_UTILISATION, MemoryPlan
 from llmsched.engine.units import human_bytes
-
-#: Highest gpu_memory_utilization that messages advise; above it, fragmentation makes running out of memory likely.
-MAX_ADVISED_UTILISATION = 0.95
 
 
 def no_room(plan: MemoryPlan, config: EngineConfig) -> ConfigError:

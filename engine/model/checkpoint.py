@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmsched.engine.architecture.weights import numbered_shards
 from llmsched.engine.errors import ModelError, one_line
-from llmsched.engine.lfs_pointer import refuse_lfs_pointer
+from llmsched.engine.model_files import (
+    PICKLE,
+    PICKLE_INDEX,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    numbered_shards,
+    refuse_lfs_pointer,
+)
 from llmsched.engine.progress import Progress
 
-SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 #: Prefixes of the names of types of at most 8 bits. Their values mean nothing without scales, which are other tensors.
 _SMALL_FLOATS = ("F8", "F6", "F4")
 _MAX_NAMES = 5

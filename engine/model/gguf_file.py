@@ -19,7 +19,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType,
 from gguf.quants import quant_shape_to_byte_shape
 
 from llmsched.engine.errors import ModelError, one_line
-from llmsched.engine.lfs_pointer import refuse_lfs_pointer
+from llmsched.engine.model_files import refuse_lfs_pointer
 
 Array = npt.NDArray[np.float32]
 

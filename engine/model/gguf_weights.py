@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.checkpoint import SAFETENSORS, LazyTensor, StateDict, some
+from llmsched.engine.model.checkpoint import LazyTensor, StateDict, some
 from llmsched.engine.model.gguf_config import gguf_config, gguf_generation_config
 from llmsched.engine.model.gguf_dequantize import dequantized
 from llmsched.engine.model.gguf_file import ROPE_TABLES, Array, GGUFFile, read_gguf
 from llmsched.engine.model.gguf_packed import packed, packing_of
 from llmsched.engine.model.gguf_tokenizer import gguf_tokenizer
+from llmsched.engine.model_files import SAFETENSORS
 from llmsched.engine.progress import Progress
 from llmsched.kernels.packed_matrix import PackedMatrix
 

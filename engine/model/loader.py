@@ -17,10 +17,10 @@ from llmsched.engine.architecture.quantization import settings_of, with_quantiza
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
 from llmsched.engine.errors import ModelError, RequestError, one_line
-from llmsched.engine.lfs_pointer import refuse_lfs_pointer
 from llmsched.engine.model.generation_config import ignored_fields, sampling_defaults
 from llmsched.engine.model.source import ModelSource, locate
 from llmsched.engine.model.support import architecture_of, check_supported
+from llmsched.engine.model_files import refuse_lfs_pointer
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams
 from llmsched.engine.text.tokenizer import Tokenizer

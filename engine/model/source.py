@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llmsched.engine.architecture.quantization import QUANTIZATION_FILE
 from llmsched.engine.errors import ModelError, one_line
+from llmsched.engine.model_files import HUB_IGNORED, HUB_PATTERNS, HUB_PICKLES, QUANTIZATION_FILE
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.proxies import check_proxies
-
-#: Files of a hub repository that serving needs; other formats of the same weights are not downloaded.
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-HUB_IGNORED = ("*/*", "consolidated*")
 
 #: Seconds after which a hub that does not answer counts as unreachable.
 _HUB_TIMEOUT = 5.0
@@ -124,7 +120,7 @@ def _download(repo_id: str, progress: Progress) -> Path:
                 snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED))
             )
             if not any(snapshot.glob("*.safetensors")):
-                snapshot_download(repo_id, allow_patterns=["pytorch_model*.bin"])
+                snapshot_download(repo_id, allow_patterns=[HUB_PICKLES])
             return snapshot
     except HubUnreachableError:
         # huggingface_hub counts a snapshot without its LICENSE as incomplete. The loader names files that it misses.

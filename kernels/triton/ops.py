@@ -19,12 +19,12 @@ from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel
 from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import (
-    PROGRAMS_PER_PROCESSOR,
     Tiling,
     choose_tiling,
-    find_gpu,
+    gpu_properties,
     list_work,
     padded,
+    work_units,
 )
 
 ACTIVATION_BLOCK = 1024
@@ -60,7 +60,7 @@ def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[list[Launch]]:
     """Return the launches of each layer: one for all decodes, and one for all prefill chunks."""
-    gpu, lengths = find_gpu(device), cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    gpu, lengths = gpu_properties(device), cu_seqlens_q[1:] - cu_seqlens_q[:-1]
     kinds = (True, np.flatnonzero(lengths == 1).astype(np.int32)), (False, np.flatnonzero(lengths > 1).astype(np.int32))
     works: dict[AttentionShape, list[Launch]] = {}
     for shape in dict.fromkeys(layers):
@@ -84,7 +84,7 @@ def prepare_attention(
                 tile_queries=tiling.block_m // group,
                 block_n=tiling.block_n,
                 window=shape.window,
-                units=-(-PROGRAMS_PER_PROCESSOR * gpu.num_processors // shape.kv_heads),
+                units=work_units(gpu, shape.kv_heads),
                 fixed=decodes and len(sequences) == len(context_lens),
             )
             works[shape].append(Launch(tiling, put(found.items), put(found.joins), found.num_slots, found.tile_queries))

@@ -71,9 +71,14 @@ class Gpu(NamedTuple):
 
 
 @cache
-def find_gpu(device: torch.device) -> Gpu:
+def gpu_properties(device: torch.device) -> Gpu:
     found = torch.cuda.get_device_properties(device)
     return Gpu(found.multi_processor_count, 10 * found.major + found.minor)
+
+
+def work_units(gpu: Gpu, kv_heads: int) -> int:
+    """Return the number of units of work for each KV head of a launch."""
+    return -(-PROGRAMS_PER_PROCESSOR * gpu.num_processors // kv_heads)
 
 
 def choose_tiling(

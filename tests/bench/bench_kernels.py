@@ -89,16 +89,16 @@ def best_times(contenders: dict[str, Contender], seconds: float, device: str) ->
 
 def try_settings(programs: int | None, stages: int | None) -> None:
     """Change the settings of Triton attention that are not None."""
-    from llmsched.kernels.triton import ops
+    from llmsched.kernels.triton import ops, tiling
 
     served = ops.choose_tiling
 
     def choose_tiling(*, decodes: bool, **shape: int) -> ops.Tiling:
-        tiling = served(decodes=decodes, **shape)
-        return tiling._replace(num_stages=stages) if decodes and stages else tiling
+        found = served(decodes=decodes, **shape)
+        return found._replace(num_stages=stages) if decodes and stages else found
 
     ops.choose_tiling = choose_tiling
-    ops.PROGRAMS_PER_PROCESSOR = programs or ops.PROGRAMS_PER_PROCESSOR
+    tiling.PROGRAMS_PER_PROCESSOR = programs or tiling.PROGRAMS_PER_PROCESSOR
 
 
 def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> tuple[int, dict[str, float]]:

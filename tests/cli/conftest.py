@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from command_line import CommandLine, Terminal
+from rich.console import Console
+
+from llmsched.cli import render
 
 
 @pytest.fixture
@@ -26,3 +32,15 @@ def client_key(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
 def new_config_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr("llmsched.engine.memory.planner.cache_directory", lambda: cache)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    def make(width: int | None) -> Callable[[], str]:
+        written = io.StringIO()
+        console = Console(file=written, force_terminal=width is not None, width=width or 10_000, color_system=None)
+        monkeypatch.setattr(render, "stdout", lambda: console)
+        monkeypatch.setattr(render, "stderr", lambda: console)
+        return lambda: re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
+
+    return make

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
+from command_line import CommandLine, Terminal
 from configs import CONFIGS, published_config
 from gguf_files import write_gguf
 from tiny_models import build_model, build_tokenizer
 
+from llmsched.cli.kv_budget.text_report import stacked_bar
 from llmsched.engine.architecture.config_fields import read_config_file
 from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import EngineConfig
@@ -349,3 +350,19 @@ def test_m07_recurrent_layers_alone_have_state_and_no_blocks(command: CommandLin
     assert f"= {state:,} B per sequence" in text
     assert "0 B per token" not in text
     assert any("has recurrent state, which is not supported" in note for note in answer["notes"])
+
+
+@pytest.mark.parametrize("width", [None, 120, 60])
+def test_a_bar_and_its_legend_are_made_of_letters(terminal: Terminal, width: int | None) -> None:
+    """Colours are an addition: ASCII terminals and NO_COLOR show the parts too."""
+    written = terminal(width)
+    stacked_bar([("weights", 50 << 20), ("KV", 25 << 20), ("tiny", 1)], 100 << 20, width=20)
+    bar, *legend = written().splitlines()
+    assert bar == "[WWWWWWWWWWKKKKK.....] 100 MiB"
+    assert "  ".join(legend) == "W weights 50.0 MiB  K KV 25.0 MiB  T tiny 1 B  . free 25.0 MiB"
+    assert len(legend) == (4 if width == 60 else 1)
+
+
+def test_a_bar_does_not_run_over(capsys: pytest.CaptureFixture[str]) -> None:
+    stacked_bar([("weights", 500), ("KV", 10)], 100, width=10)
+    assert capsys.readouterr().out.splitlines()[0] == "[WWWWWWWWWW] 100 B"

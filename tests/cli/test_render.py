@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 import pytest
+from command_line import Terminal
 from rich.console import Console
 
 from llmsched.cli import render
 from llmsched.cli.progress_display import LogProgress, detail, repeated
-
-#: Function that makes stdout and stderr a terminal of a width (None: a pipe) and returns a reader of the output.
-Terminal = Callable[[int | None], Callable[[], str]]
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    def make(width: int | None) -> Callable[[], str]:
-        written = io.StringIO()
-        console = Console(file=written, force_terminal=width is not None, width=width or 10_000, color_system=None)
-        monkeypatch.setattr(render, "stdout", lambda: console)
-        monkeypatch.setattr(render, "stderr", lambda: console)
-        return lambda: re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -76,22 +60,6 @@ def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> N
     assert "\x9b" not in out + err
     assert out.count(r"a\x1b[2J\x1b]0;title\x07") == 2
     assert err.count(r"a\x1b[2J") == 3
-
-
-@pytest.mark.parametrize("width", [None, 120, 60])
-def test_a_bar_and_its_legend_are_made_of_letters(terminal: Terminal, width: int | None) -> None:
-    """Colours are an addition: ASCII terminals and NO_COLOR show the parts too."""
-    written = terminal(width)
-    render.stacked_bar([("weights", 50 << 20), ("KV", 25 << 20), ("tiny", 1)], 100 << 20, width=20)
-    bar, *legend = written().splitlines()
-    assert bar == "[WWWWWWWWWWKKKKK.....] 100 MiB"
-    assert "  ".join(legend) == "W weights 50.0 MiB  K KV 25.0 MiB  T tiny 1 B  . free 25.0 MiB"
-    assert len(legend) == (4 if width == 60 else 1)
-
-
-def test_a_bar_does_not_run_over(capsys: pytest.CaptureFixture[str]) -> None:
-    render.stacked_bar([("weights", 500), ("KV", 10)], 100, width=10)
-    assert capsys.readouterr().out.splitlines()[0] == "[WWWWWWWWWW] 100 B"
 
 
 class Colour(Enum):

@@ -65,7 +65,7 @@ def test_launches_are_the_same_for_all_contexts(arch: str, impl: Any, monkeypatc
     launches: Launches = []
     for name in KERNELS:
         monkeypatch.setattr(ops, name, Kernel(name, launches))
-    monkeypatch.setattr(ops, "find_gpu", lambda _: Gpu(132, 90))
+    monkeypatch.setattr(ops, "gpu_properties", lambda _: Gpu(132, 90))
     monkeypatch.setattr(dispatch, "load_backend", lambda _: ops)
     monkeypatch.setattr(DecodeGraphs, "check", lambda *_: None)
     if executor.model_impl == "fused":

@@ -27,7 +27,7 @@ def variants(rows: list[tuple[int, int]], layer: AttentionShape, gpu: Gpu) -> se
     counts = np.array([count for _, count in rows])
     bounds = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     contexts = np.array([sum(row) for row in rows], np.int32)
-    with patch.object(ops, "find_gpu", lambda device: gpu):
+    with patch.object(ops, "gpu_properties", lambda device: gpu):
         launches = ops.prepare_attention([layer], bounds, contexts, torch.device("cpu"), torch.from_numpy)[0]
     joins: set[Variant] = {"join" for launch in launches if len(launch.joins)}
     return joins | {launch.tiling for launch in launches}

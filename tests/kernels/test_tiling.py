@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsched.kernels.triton.tiling import Item, Join, WorkList, list_work
+from llmsched.kernels.triton.tiling import Gpu, Item, Join, WorkList, list_work, work_units
 
 H200_PROCESSORS, KV_HEADS = 132, 8
 
@@ -21,7 +21,7 @@ def listed(sequences: list[tuple[int, int]], *, kv_heads: int = KV_HEADS, **opti
     bounds = np.cumsum([0] + [q_len for q_len, _ in sequences]).astype(np.int32)
     contexts = np.array([context for _, context in sequences], np.int32)
     defaults = {"tile_queries": 1, "block_n": 64, "window": None, "fixed": True}
-    units = -(-2 * H200_PROCESSORS // kv_heads)
+    units = work_units(Gpu(H200_PROCESSORS, 90), kv_heads)
     return list_work(bounds, contexts, np.arange(len(contexts)), **{**defaults, "units": units, **options})
 
 

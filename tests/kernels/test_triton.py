@@ -246,7 +246,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setattr(triton.runtime.driver, "_active", PretendedGpu())
-    monkeypatch.setattr(ops, "find_gpu", lambda device: Gpu(132, 90))
+    monkeypatch.setattr(ops, "gpu_properties", lambda device: Gpu(132, 90))
     return found
 
 

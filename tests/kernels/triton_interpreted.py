@@ -71,7 +71,7 @@ def attention_difference(case: Shape, dtype: torch.dtype, *, num_processors: int
     batch = make_batch(case, dtype=dtype)
     expected = reference.paged_attention(*batch.tensors, **batch.options)
     query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)  # strided, as transformers hands it over
-    processors = patch.object(ops, "find_gpu", lambda device: tiling.Gpu(num_processors, 90))
+    processors = patch.object(ops, "gpu_properties", lambda device: tiling.Gpu(num_processors, 90))
     with processors, patch.object(tiling, "MIN_SPLIT_TOKENS", min_split):
         actual = ops.paged_attention(query, *batch.tensors[1:], **batch.options)
     return float((actual.float() - expected.float()).abs().max())
@@ -113,7 +113,10 @@ def replay_difference() -> float:
     """Launch what was prepared for other contexts, with the arrays' new contents, as a CUDA graph does."""
     layer = AttentionShape(4, 2, 64, 64, None, 4)
     works = []
-    with patch.object(ops, "find_gpu", lambda device: tiling.Gpu(9, 90)), patch.object(tiling, "MIN_SPLIT_TOKENS", 16):
+    with (
+        patch.object(ops, "gpu_properties", lambda device: tiling.Gpu(9, 90)),
+        patch.object(tiling, "MIN_SPLIT_TOKENS", 16),
+    ):
         for contexts in ((70, 1, 300, 1), (400, 33, 2, 1)):
             batch = make_batch(shape("", tuple((1, context) for context in contexts)))
             lengths = batch.cu_seqlens_q.numpy(), batch.context_lens.numpy()
@@ -136,7 +139,7 @@ def large_cache_difference() -> float:
     slots = tables[0][positions // 16].long() * 16 + positions % 16
     ops.write_kv(key, key, cache, cache, slots)
     lengths = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
-    with patch.object(ops, "find_gpu", lambda device: tiling.Gpu(1, 90)):
+    with patch.object(ops, "gpu_properties", lambda device: tiling.Gpu(1, 90)):
         actual = ops.paged_attention(query, cache, cache, tables, *lengths, scale=0.125)
     expected = reference.paged_attention(query, cache, cache, tables, *lengths, scale=0.125)
     written = cache[tables[0].long()].flatten(0, 2)[:20]

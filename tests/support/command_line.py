@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from llmsched.cli.main import main
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
+
+#: Function that makes stdout and stderr a terminal of a width (None: a pipe) and returns a reader of the output.
+Terminal = Callable[[int | None], Callable[[], str]]
 
 
 @dataclass(frozen=True)

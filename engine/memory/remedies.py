@@ -1,4 +1,4 @@
-"""Changes to settings or hardware that let a memory plan meet a demand."""
+"""Remedies for a memory plan that does not meet a demand: changes to settings or hardware."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from llmsched.engine.architecture.quantization import settings_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError, setting
-from llmsched.engine.memory.plan import MemoryPlan
-from llmsched.engine.memory.plan_errors import MAX_ADVISED_UTILISATION
+from llmsched.engine.memory.plan import MAX_ADVISED_UTILISATION, MemoryPlan
 from llmsched.engine.memory.planner import ModelPlanner
 from llmsched.engine.units import human_bytes
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
-from llmsched.engine.memory.changes import (
+from llmsched.engine.memory.planner import ModelPlanner
+from llmsched.engine.memory.remedies import (
     Change,
     MemoryDemand,
     changes,
@@ -21,7 +22,6 @@ from llmsched.engine.memory.changes import (
     longest_context,
     step_sizes,
 )
-from llmsched.engine.memory.planner import ModelPlanner
 
 GIB = 1 << 30
 LLAMA_8B = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
