@@ -115,14 +115,14 @@ OTHERS: dict[str, tuple[dict[str, Any], Wanted]] = {
         | {"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7},
         Wanted(4 * 2 * 2 * 256 * 2, 16 * 2 * 2 * 256 * 2, 512),
     ),
-    "OpenELM-270M, with names and heads of its own (N51)": (
+    "OpenELM-270M, with names and heads of its own": (
         {"model_type": "openelm", "num_transformer_layers": 16, "model_dim": 1280, "head_dim": 64, "vocab_size": 32000}
         | {"num_kv_heads": [3] * 5 + [4] * 7 + [5] * 4, "num_query_heads": [12] * 5 + [16] * 7 + [20] * 4}
         | {"ffn_multipliers": [1.0] * 16, "ffn_dim_divisor": 256, "qkv_multipliers": [0.5, 1.0], "num_gqa_groups": 4}
         | {"max_context_length": 2048, "share_input_output_layers": True, "normalize_qk_projections": True},
         Wanted(63 * 64 * 2 * 2),
     ),
-    "Mamba-2 2.7B, all layers recurrent (M07)": (
+    "Mamba-2 2.7B, all layers recurrent": (
         {"model_type": "mamba2", "num_hidden_layers": 64, "hidden_size": 2560, "num_heads": 80, "head_dim": 64}
         | {"state_size": 128, "n_groups": 1, "expand": 2, "conv_kernel": 4, "chunk_size": 256},
         Wanted(0, state=169836544),
@@ -170,7 +170,7 @@ def test_published_configs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES | UNKNOWN_TO_TRANSFORMERS)
-def test_m04_nested_and_plain_configs_give_the_same(name: str) -> None:
+def test_nested_and_plain_configs_give_the_same(name: str) -> None:
     config = published_config(name)
     text = nested_text(config)
     other = text if text is not None else {"model_type": "a_model_that_sees", "text_config": config}
@@ -269,7 +269,7 @@ def test_keys_and_values_of_different_width() -> None:
 
 
 @pytest.mark.parametrize("name", ["num_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads"])
-def test_n50_each_layer_has_kv_heads_of_its_own(name: str) -> None:
+def test_each_layer_has_kv_heads_of_its_own(name: str) -> None:
     config = {"num_hidden_layers": 4, "num_attention_heads": 32, "head_dim": 128}
     assert measured(config | {name: [4, 4, 2, 1]}).full == 5632
     with pytest.raises(ModelError, match="3 values of num_key_value_heads for 4 layers"):
@@ -283,7 +283,7 @@ def test_layers_with_a_window_may_have_heads_of_their_own() -> None:
     assert found == Wanted(2 * 4 * (192 + 128) * 2, 2 * 8 * (96 + 64) * 2, 128)
 
 
-def test_m05_blocks_describe_each_layer() -> None:
+def test_blocks_describe_each_layer() -> None:
     blocks = [
         {"attention": attention, "ffn": {"ffn_mult": 1.0}}
         for attention in (
@@ -300,7 +300,7 @@ def test_m05_blocks_describe_each_layer() -> None:
         kv_geometry(config | complete | {"block_configs": blocks[1:]})
 
 
-def test_m06_the_indexer_caches_one_key_per_layer() -> None:
+def test_the_indexer_caches_one_key_per_layer() -> None:
     config = published_config("deepseek-ai--DeepSeek-V3.2")
     keys = 61 * 128
     assert kv_geometry(config).kv_bytes_per_token(BF16) == 70272 + keys * BF16
@@ -412,7 +412,7 @@ def test_read_fields_prefers_what_the_file_says() -> None:
     assert fields.get("no_such", default=7) == 7
 
 
-def test_e05_the_figures_with_all_tokens_kept_and_with_windows_freed() -> None:
+def test_the_figures_with_all_tokens_kept_and_with_windows_freed() -> None:
     geometry = kv_geometry(published_config("openai--gpt-oss-20b"))
     kept = 32 * 8192 * geometry.cached_bytes_per_token(BF16)
     freed = 32 * geometry.bytes_with_windows_freed(8192, BF16)

@@ -145,7 +145,7 @@ def test_a_plain_config_is_read_as_a_quantised_one() -> None:
         ({"quant_method": "gptq", "bits": 4, "kv_cache_bits": 8}, "kv_cache_bits 8 is not understood"),
     ],
 )
-def test_m01_kv_that_is_not_understood_is_never_exact(settings: dict[str, Any], doubt: str) -> None:
+def test_kv_that_is_not_understood_is_never_exact(settings: dict[str, Any], doubt: str) -> None:
     assert not read(settings).fp8_kv
     geometry = kv_geometry(LLAMA_70B | {"quantization_config": settings})
     assert geometry.confidence == "estimate"
@@ -235,7 +235,7 @@ def test_settings_of_a_wrong_form_are_named(settings: dict[str, Any]) -> None:
         read(settings)
 
 
-def test_m02_the_file_beside_the_config_is_read(tmp_path: Path) -> None:
+def test_the_file_beside_the_config_is_read(tmp_path: Path) -> None:
     file = tmp_path / "hf_quant_config.json"
     assert with_quantization_file(LLAMA_70B, tmp_path) == LLAMA_70B
     described = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}

@@ -123,8 +123,8 @@ def all_simulated(time_limit: float) -> None:
     tuned = SyntheticLoad(num_prompts=100, input_len=128, output_len=32, request_rate=8)
     served = SyntheticLoad(num_prompts=100, input_len=1000, output_len=100, request_rate=12)
     outcome = asyncio.run(tune_simulated(task(path, tuned, Slo(ttft=0.8), time_limit), gpu, silent))
-    told.append(f"U01: {conclusion(outcome)}")
-    simulated("U01: tuned at 8/s, 128 in, 32 out; served 12/s, 1000 in, 100 out", path, gpu, outcome, [("-", served)])
+    told.append(f"tuned at 8/s: {conclusion(outcome)}")
+    simulated("tuned at 8/s, 128 in, 32 out; served 12/s, 1000 in, 100 out", path, gpu, outcome, [("-", served)])
     print(f"\nworst ratio up to the knee: {worst:.2f} (wanted: 0.95 or more)\n")
     for sentence in told:
         print(f"- {sentence}")

@@ -276,7 +276,7 @@ def test_a_directory_and_its_gguf_agree(command: CommandLine, tmp_path: Path) ->
     assert answers[0]["weights_from"] == "safetensors"
 
 
-def test_m02_the_quantisation_file_beside_the_config_counts(command: CommandLine, tmp_path: Path) -> None:
+def test_the_quantisation_file_beside_the_config_counts(command: CommandLine, tmp_path: Path) -> None:
     path = write_config(tmp_path, published_config("nvidia--Llama-3.1-70B-Instruct-FP8"))
     described = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": described}))
@@ -288,14 +288,14 @@ def test_m02_the_quantisation_file_beside_the_config_counts(command: CommandLine
     assert any("its weights are quantised (modelopt FP8)" in note for note in answer["notes"])
 
 
-def test_m02_a_name_that_says_fp8_is_believed_rather_than_a_silent_config(command: CommandLine) -> None:
+def test_a_name_that_says_fp8_is_believed_rather_than_a_silent_config(command: CommandLine) -> None:
     file = CONFIGS / "nvidia--Llama-3.1-70B-Instruct-FP8_config.json"
     answer = command("kv-budget", str(file), "--gpu", "b200", "--json").json
     assert answer["confidence"] == answer["kv_confidence"] == "estimate"
     assert any("the name says FP8, but no file describes quantised weights" in note for note in answer["notes"])
 
 
-def test_m03_unknown_weights_never_fit(command: CommandLine) -> None:
+def test_unknown_weights_never_fit(command: CommandLine) -> None:
     kimi = str(CONFIGS / "moonshotai--Kimi-K3_config.json")
     outcome = command("kv-budget", kimi, "--gpu", "h200", "--json")
     answer = outcome.json
@@ -318,7 +318,7 @@ def test_m03_unknown_weights_never_fit(command: CommandLine) -> None:
     assert (large.code, large.json["fits"]) == (1, False)
 
 
-def test_m03_a_setting_that_may_change_the_weights_leaves_it_open(command: CommandLine, tmp_path: Path) -> None:
+def test_a_setting_that_may_change_the_weights_leaves_it_open(command: CommandLine, tmp_path: Path) -> None:
     path = write_config(tmp_path, LLAMA_FIELDS | {"engram_embed_dim": 4096})
     outcome = command("kv-budget", path, "--gpu", "h200", "--json")
     assert (outcome.code, outcome.json["fits"], outcome.json["confidence"]) == (1, None, "estimate")
@@ -326,7 +326,7 @@ def test_m03_a_setting_that_may_change_the_weights_leaves_it_open(command: Comma
 
 
 @pytest.mark.parametrize("missing", ["text_config", "vision_config"])
-def test_m03_a_part_that_the_config_does_not_describe(command: CommandLine, tmp_path: Path, missing: str) -> None:
+def test_a_part_that_the_config_does_not_describe(command: CommandLine, tmp_path: Path, missing: str) -> None:
     content = published_config("Qwen--Qwen3-VL-4B-Instruct")
     del content[missing]
     outcome = command("kv-budget", write_config(tmp_path, content), "--gpu", "h200", "--json")
@@ -334,7 +334,7 @@ def test_m03_a_part_that_the_config_does_not_describe(command: CommandLine, tmp_
     assert "--weights-bytes" in outcome.json["problem"]
 
 
-def test_m07_recurrent_layers_alone_have_state_and_no_blocks(command: CommandLine, tmp_path: Path) -> None:
+def test_recurrent_layers_alone_have_state_and_no_blocks(command: CommandLine, tmp_path: Path) -> None:
     config = {"model_type": "mamba2", "num_hidden_layers": 4, "hidden_size": 256, "num_heads": 8, "head_dim": 64}
     config |= {"state_size": 16, "n_groups": 1, "expand": 2, "conv_kernel": 4, "vocab_size": 128}
     config |= {"architectures": ["Mamba2ForCausalLM"], "tie_word_embeddings": True, "time_step_rank": 16}

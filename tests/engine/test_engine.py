@@ -50,9 +50,7 @@ SWAP = {"preemption_mode": "swap", "swap_blocks": 12}
 @pytest.mark.parametrize("mode", [{}, SWAP], ids=["recompute", "swap"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("params", HARD_SAMPLINGS.values(), ids=HARD_SAMPLINGS.keys())
-def test_preemption_changes_nothing(
-    params: SamplingParams, caching: bool, mode: dict[str, Any]
-) -> None:  # A10, A11, A12
+def test_preemption_changes_nothing(params: SamplingParams, caching: bool, mode: dict[str, Any]) -> None:
     prompts = [prompt(48, seed) for seed in (1, 2)]
     engine = make_engine(**CROWDED, enable_prefix_caching=caching, **mode)
     found = generate(engine, *((token_ids, params) for token_ids in prompts))
@@ -77,7 +75,7 @@ def values(logprobs: list | None) -> list[float]:
     return [entry.logprob for entry in logprobs or [] if entry is not None]
 
 
-def test_recomputation_after_preemption_is_not_a_prefix_hit() -> None:  # D15
+def test_recomputation_after_preemption_is_not_a_prefix_hit() -> None:
     engine = make_engine(**CROWDED)
     generate(engine, *((prompt(48, seed), sampling(max_tokens=64)) for seed in (1, 2)))
     stats = engine.stats()
@@ -90,14 +88,14 @@ def test_recomputation_after_preemption_is_not_a_prefix_hit() -> None:  # D15
 # -- batch mates ----------------------------------------------------------------------------------------------
 
 
-def test_rows_without_a_token_in_a_step_sample_nothing() -> None:  # A13
+def test_rows_without_a_token_in_a_step_sample_nothing() -> None:
     prompts = [prompt(8, seed) for seed in range(14)] + [prompt(400, seed) for seed in (20, 21)]
     engine = make_engine(max_num_batched_tokens=32)
     for token_ids, choice in zip(prompts, generate(engine, *((p, sampling()) for p in prompts)), strict=True):
         assert choice.tokens == alone(token_ids, sampling()).tokens
 
 
-def test_a_seeded_request_does_not_depend_on_the_batch() -> None:  # A14
+def test_a_seeded_request_does_not_depend_on_the_batch() -> None:
     seeded = sampling(temperature=0.9, seed=11, max_tokens=20)
     unseeded = sampling(temperature=0.9, max_tokens=20)
     expected = alone(prompt(9), seeded).tokens
@@ -115,7 +113,7 @@ def test_the_servers_seed_makes_unseeded_requests_repeatable() -> None:
     assert runs[0][0].tokens != runs[0][1].tokens
 
 
-def test_the_choices_of_a_request_differ() -> None:  # A16
+def test_the_choices_of_a_request_differ() -> None:
     params = sampling(n=6, temperature=1.3, max_tokens=24)
     choices = generate_all(make_engine(), (prompt(9), params))[0]
     assert len({tuple(choice.tokens) for choice in choices}) > 1
@@ -139,7 +137,7 @@ def test_greedy_choices_are_equal() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
-def test_exactly_as_many_tokens_as_asked_for(length: int, count: int) -> None:  # A27
+def test_exactly_as_many_tokens_as_asked_for(length: int, count: int) -> None:
     engine = make_engine()
     choice = generate(engine, (prompt(length), sampling(max_tokens=count)))[0]
     assert len(choice.tokens) == count
@@ -147,7 +145,7 @@ def test_exactly_as_many_tokens_as_asked_for(length: int, count: int) -> None:  
     assert engine.stats().generation_tokens == count
 
 
-def test_no_blocks_are_needed_for_the_last_token() -> None:  # D01
+def test_no_blocks_are_needed_for_the_last_token() -> None:
     """A prompt that fills the whole pool can have one output token, but not two."""
     engine = make_engine(num_blocks=2)
     assert len(generate(engine, (prompt(32), sampling(max_tokens=1)))[0].tokens) == 1
@@ -156,7 +154,7 @@ def test_no_blocks_are_needed_for_the_last_token() -> None:  # D01
 
 
 @pytest.mark.parametrize("length", [16, 32, 48, 15, 17])
-def test_a_lone_request_grows_past_a_full_block(length: int) -> None:  # A02
+def test_a_lone_request_grows_past_a_full_block(length: int) -> None:
     engine = make_engine()
     choice = generate(engine, (prompt(length), sampling(max_tokens=20)))[0]
     assert choice.tokens == greedy_by_transformers(prompt(length), 20)
@@ -174,7 +172,7 @@ def greedy_by_transformers(token_ids: list[int], count: int) -> list[int]:
     return tokens[len(token_ids) :]
 
 
-def test_min_tokens_counts_the_output() -> None:  # A22
+def test_min_tokens_counts_the_output() -> None:
     params = sampling(min_tokens=16, max_tokens=16, ignore_eos=False, logit_bias={EOS: 100.0})
     choice = generate(make_engine(), (prompt(32), params))[0]
     assert len(choice.tokens) == 16
@@ -188,7 +186,7 @@ def test_min_tokens_counts_the_output() -> None:  # A22
 
 
 @pytest.mark.parametrize("token", [EOS, VOCAB_SIZE - 1])
-def test_ignore_eos_excludes_no_token(token: int) -> None:  # A22
+def test_ignore_eos_excludes_no_token(token: int) -> None:
     choice = generate(make_engine(), (prompt(32), sampling(logit_bias={token: 100.0})))[0]
     assert choice.tokens == [token] * 16
     assert choice.finish_reason is FinishReason.LENGTH
@@ -218,7 +216,7 @@ def reference_logprobs(token_ids: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 33])
-def test_prompt_logprobs_beside_a_cached_prefix(length: int) -> None:  # A23
+def test_prompt_logprobs_beside_a_cached_prefix(length: int) -> None:
     engine = make_engine()
     params = sampling(max_tokens=1, prompt_logprobs=1, logprobs=1)
     generate(engine, (prompt(length), sampling()))
@@ -235,7 +233,7 @@ def test_prompt_logprobs_beside_a_cached_prefix(length: int) -> None:  # A23
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 @pytest.mark.parametrize("budget", [7, 256])
-def test_logprobs_of_prompt_and_output(count: int, budget: int) -> None:  # A25
+def test_logprobs_of_prompt_and_output(count: int, budget: int) -> None:
     engine = make_engine(max_num_batched_tokens=budget)
     choice = generate(engine, (prompt(20), sampling(max_tokens=count, prompt_logprobs=0, logprobs=0)))[0]
     expected = reference_logprobs(prompt(20) + choice.tokens)
@@ -373,7 +371,7 @@ class Crowd:
         return counts
 
 
-def test_500_random_requests_leave_nothing_behind() -> None:  # D11
+def test_500_random_requests_leave_nothing_behind() -> None:
     crowd = Crowd(500, seed=1, budget=100, faults=True)
     assert all(crowd.check().values())
 
@@ -403,7 +401,7 @@ def test_crowded_requests_get_the_same_output_as_alone(mode: dict[str, Any]) -> 
     assert compared > 20
 
 
-def test_a_long_output_in_small_chunks_leaves_nothing_behind() -> None:  # D11
+def test_a_long_output_in_small_chunks_leaves_nothing_behind() -> None:
     engine = make_engine(max_num_batched_tokens=4)
     choice = generate(engine, (prompt(3), sampling(max_tokens=200)))[0]
     assert len(choice.tokens) == 200

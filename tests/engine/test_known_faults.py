@@ -12,7 +12,7 @@ from llmsched.engine.executor.base import Executor, RowResult, StepPlan, StepRes
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
-def test_a_fully_cached_prompt(length: int) -> None:  # A01
+def test_a_fully_cached_prompt(length: int) -> None:
     engine = make_engine()
     first, second = (generate(engine, (prompt(length), sampling(max_tokens=8)))[0] for _ in range(2))
     expected = alone(prompt(length), sampling(max_tokens=8))
@@ -25,7 +25,7 @@ def test_a_fully_cached_prompt(length: int) -> None:  # A01
     assert third.tokens == alone(longer, sampling(max_tokens=8)).tokens
 
 
-def test_equal_prompts_that_arrive_together() -> None:  # A03
+def test_equal_prompts_that_arrive_together() -> None:
     """The second request starts where the first has written up to, or computes its whole prompt."""
     tails = ([], prompt(20, seed=4), [])
     requests = [[*prompt(40), *tail] for tail in tails]
@@ -72,7 +72,7 @@ def preempt(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("leave", "computed"), [(abort, 64), (fail, 0), (preempt, 64)])
-def test_blocks_that_were_never_written_are_not_found(leave: Callable[[Engine], None], computed: int) -> None:  # A05
+def test_blocks_that_were_never_written_are_not_found(leave: Callable[[Engine], None], computed: int) -> None:
     engine = make_engine(max_num_batched_tokens=64, max_num_seqs=1, fast_lane_share=0.0)
     engine.add_request("gone", prompt(400), sampling(), priority=1)
     leave(engine)

@@ -29,7 +29,6 @@ def latency(ttft: float = 0.5, e2e: float = 1.0, itl: tuple[float, ...] = (0.1,)
 
 
 def test_tokens_one_by_one_and_in_chunks_have_the_same_itl() -> None:
-    """F01."""
     single = request_latency(0.0, stream(*((0.1 * n, 1) for n in range(1, 51))))
     chunks = request_latency(0.0, stream(*((1.0 * n, 10) for n in range(1, 6))))
     assert single.itl == pytest.approx([0.1] * 49)
@@ -37,7 +36,6 @@ def test_tokens_one_by_one_and_in_chunks_have_the_same_itl() -> None:
 
 
 def test_empty_chunks_are_not_tokens() -> None:
-    """F02."""
     got = request_latency(0.0, stream((0.01, 0), (0.02, 0), (0.5, 1), (0.6, 1), (0.7, 1), (0.8, 1), (0.9, 1), (2.0, 0)))
     assert got.ttft == 0.5
     assert got.e2e == 0.9
@@ -54,7 +52,6 @@ def test_a_stall_is_seen_in_itl_and_named() -> None:
 
 
 def test_one_token_has_neither_tpot_nor_itl() -> None:
-    """F10."""
     got = request_latency(0.0, stream((0.5, 1)))
     assert got == RequestLatency(ttft=0.5, e2e=0.5, tpot=None, itl=(), worst_stall=None)
     assert tpot(0.5, 0.5, 1) is None
@@ -85,7 +82,7 @@ def test_goodput_keeps_failures_in_the_denominator() -> None:
 
 
 def test_goodput_of_zero_is_zero_and_without_slo_it_is_null() -> None:
-    """F06: 0.0 is a figure, null is the lack of one."""
+    """0.0 is a figure, null is the lack of one."""
     got = goodput(Slo(ttft=0.0), [latency()], failed=0, duration=1.0)
     assert got.requests_per_s == 0.0
     assert goodput(Slo(), [latency()], failed=0, duration=1.0) is None
@@ -106,7 +103,6 @@ def test_the_itl_slo_looks_at_a_requests_own_p99() -> None:
 
 
 def test_steady_rate_leaves_out_the_ramp() -> None:
-    """F12."""
     assert steady_rate(stream((10.0, 1), (10.5, 1), (11.0, 1), (11.5, 1))) == 2.0
     assert steady_rate(stream((11.5, 1), (10.0, 1), (11.0, 1), (10.5, 1))) == 2.0
     assert steady_rate(stream((1.0, 5), (2.0, 10), (3.0, 10))) == 10.0

@@ -79,7 +79,7 @@ def test_tokens_are_counted_as_they_come(metrics: EngineMetrics) -> None:
     assert found["llmsched:time_to_first_token_seconds_bucket{le=0.15}"] == 0
 
 
-def test_finished_requests_count_by_reason(metrics: EngineMetrics) -> None:  # C01, C16: the aborted counter
+def test_finished_requests_count_by_reason(metrics: EngineMetrics) -> None:  # the aborted counter
     finish(metrics, FinishReason.STOP)
     finish(metrics, FinishReason.ABORT)
     finish(metrics, FinishReason.ABORT)

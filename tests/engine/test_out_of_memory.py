@@ -1,4 +1,4 @@
-"""Steps of the real executor that run out of memory: outputs stay those of an engine with enough (S11)."""
+"""Steps of the real executor that run out of memory: outputs stay those of an engine with enough."""
 
 from __future__ import annotations
 

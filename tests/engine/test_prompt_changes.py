@@ -35,7 +35,7 @@ def gauge(engine: Engine, name: str) -> list[float]:
 @pytest.mark.parametrize("quotes", [False, True])
 def test_a_time_in_the_system_prompt_is_logged_once_with_the_text_around_it_on_request(
     caplog: pytest.LogCaptureFixture, quotes: bool
-) -> None:  # S09
+) -> None:
     engine = make_engine()
     engine.prefixes.changes.quote_prompts = quotes
     with caplog.at_level(logging.WARNING, logger="llmsched"):

@@ -126,7 +126,7 @@ def test_ties_go_to_the_lower_id(sample: Sample, settings: dict[str, float]) -> 
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_minus_one_turns_top_k_off(sample: Sample, top_p: float) -> None:  # N15
+def test_minus_one_turns_top_k_off(sample: Sample, top_p: float) -> None:
     logits = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(5))
     words = seeds_and_positions(8)
     mixed = np.array([-1.0, 3.0] * 4)
@@ -158,7 +158,7 @@ def test_a_flat_vocabulary_of_many_chunks(along: str) -> None:
     assert abs(deviation(tokens // CHUNK * 16 + tokens % CHUNK // 16, [1 / 256] * 256)) < 4
 
 
-def test_rounding_of_the_logits_changes_hardly_any_draw() -> None:  # A11
+def test_rounding_of_the_logits_changes_hardly_any_draw() -> None:
     """Of 2,000 draws from a flat distribution over 49,152 tokens, noise of 1e-6 may change 2.
 
     A draw changes if the two best of either race are within the noise, of 1e-5 here as logits are about 10: expected

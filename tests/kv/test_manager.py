@@ -266,7 +266,7 @@ def test_block_is_shared_only_with_all_in_front_of_it() -> None:
     driver.serve(tokens(12 * 16, seed=5))
 
 
-def test_prefix_with_an_evicted_beginning_is_no_hit() -> None:  # A08
+def test_prefix_with_an_evicted_beginning_is_no_hit() -> None:
     driver = KVDriver(8)
     driver.serve([*tokens(48), 1])
     driver.serve(tokens(6 * 16, seed=3))

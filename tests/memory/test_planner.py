@@ -111,7 +111,7 @@ def test_more_than_the_model_has_positions_is_refused() -> None:
 # Not enough memory: the figures, never a negative one, and a proposal that works.
 
 
-def test_e13_weights_beyond_the_budget_name_the_utilisation_that_suffices() -> None:
+def test_weights_beyond_the_budget_name_the_utilisation_that_suffices() -> None:
     model = shape(weights=10 * GIB)
     plan = planned(gpu(12), model, gpu_memory_utilization=0.5)
     assert (plan.num_blocks, plan.available_kv_bytes, plan.max_num_seqs) == (0, 0, 0)
@@ -226,7 +226,7 @@ def test_more_logits_are_copied_at_once_on_a_larger_device() -> None:
 GPT_OSS_20B = (LayerGroup("full", 12, 8, 64, 64), LayerGroup("window", 12, 8, 64, 64, window=128))
 
 
-def test_e05_windows_cost_what_this_allocator_keeps_of_them() -> None:
+def test_windows_cost_what_this_allocator_keeps_of_them() -> None:
     """Blocks hold 12 layers; 8192 tokens take 512 full-attention blocks and ceil(127 / 16) + 1 window blocks."""
     plan = planned(gpu(80), shape(groups=GPT_OSS_20B), max_model_len=8192)
     assert plan.block_bytes == 16 * 24576
@@ -279,7 +279,7 @@ def test_kv_dtype_halves_only_kv() -> None:
         check_servable(EngineConfig(kv_cache_dtype="fp8"))
 
 
-def test_e04_every_layer_costs_a_short_sequence_kv() -> None:
+def test_every_layer_costs_a_short_sequence_kv() -> None:
     kinds = ("full", "window")
     groups = tuple(LayerGroup(kind, 18, 8, 64, 64, window=128 if kind == "window" else None) for kind in kinds)
     knobs = {"kv_cache_memory_bytes": int(5.38 * GIB)}
@@ -292,7 +292,7 @@ def test_e04_every_layer_costs_a_short_sequence_kv() -> None:
         assert each.num_seqs_at(1) == each.num_tokens // 16
 
 
-def test_e11_the_message_shows_what_changed_was_memory_not_the_type() -> None:
+def test_the_message_shows_what_changed_was_memory_not_the_type() -> None:
     config = EngineConfig(kv_cache_memory_bytes=int(5.59 * GIB), max_model_len=131072)
     wide = plan_memory(shape(), config, gpu(80), dtype_bytes=2)
     narrow = plan_memory(shape(), config, gpu(80), dtype_bytes=2, kv_dtype_bytes=1)

@@ -109,7 +109,7 @@ def test_tokens_of_kv_are_within_10_percent(name: str) -> None:
 
 
 def test_bytes_per_token_are_those_that_were_printed() -> None:
-    """KV memory / tokens, from the figures of the log alone (E11: fp8 halves it; the rest is memory)."""
+    """KV memory / tokens, from the figures of the log alone (fp8 halves it; all else is due to more memory)."""
     for log in LOGS.values():
         if "kv_tokens" in log:
             plan = plan_of(log)

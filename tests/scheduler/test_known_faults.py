@@ -16,7 +16,7 @@ def scheduled(harness: Harness) -> int:
 
 
 @MODES
-def test_a_long_prompt_does_not_go_round_in_circles(swap: dict[str, object]) -> None:  # D02
+def test_a_long_prompt_does_not_go_round_in_circles(swap: dict[str, object]) -> None:
     """There, a request was admitted for its next chunk, ran out of memory, was preempted and restarted, endlessly."""
     harness = Harness(40, budget=64, **swap)
     first = harness.add(make_request("A", tokens(400), 100))
@@ -32,7 +32,7 @@ def test_a_long_prompt_does_not_go_round_in_circles(swap: dict[str, object]) -> 
 
 @MODES
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_victim_that_was_due_in_the_same_step(caching: bool, swap: dict[str, object]) -> None:  # D03
+def test_a_victim_that_was_due_in_the_same_step(caching: bool, swap: dict[str, object]) -> None:
     """The pool is full and all three need a block in one step: the low one is preempted before it gets any."""
     harness = Harness(
         6, budget=64, output_prediction="none", headroom=0.0, caching=caching, fast_lane_share=0.0, **swap
@@ -50,7 +50,7 @@ def test_a_victim_that_was_due_in_the_same_step(caching: bool, swap: dict[str, o
 
 
 @MODES
-def test_thirty_in_a_pool_for_a_few_advance_in_each_step(swap: dict[str, object]) -> None:  # D05
+def test_thirty_in_a_pool_for_a_few_advance_in_each_step(swap: dict[str, object]) -> None:
     """There, the victim was put at the front of the queue and considered again, endlessly."""
     harness = Harness(20, budget=256, max_num_seqs=30, output_prediction="none", **swap)
     requests = [harness.add(make_request(f"r{i:02}", tokens(32, seed=i), 128, arrival=0.0)) for i in range(30)]
@@ -61,7 +61,7 @@ def test_thirty_in_a_pool_for_a_few_advance_in_each_step(swap: dict[str, object]
     assert harness.scheduler.counters.num_preemptions > 0
 
 
-def test_a_cold_request_among_hot_ones() -> None:  # D07
+def test_a_cold_request_among_hot_ones() -> None:
     """Two requests may run; for sixty steps, more requests with a shared prefix arrive than are served."""
     harness = Harness(60, budget=256, max_num_seqs=2, fast_lane_share=0.0)
     shared = tokens(64)
@@ -82,7 +82,7 @@ def test_a_cold_request_among_hot_ones() -> None:  # D07
     assert 0 <= served <= 12, "the four that came before it at two a step, and no more"
 
 
-def test_a_short_prompt_beside_long_prefills() -> None:  # D09
+def test_a_short_prompt_beside_long_prefills() -> None:
     harness = Harness(1200, budget=256)
     decoding = harness.add(make_request("decoding", tokens(10), 200, arrival=0.0))
     harness.step()
@@ -101,7 +101,7 @@ def test_a_short_prompt_beside_long_prefills() -> None:  # D09
 
 
 @MODES
-def test_a_prompt_that_just_fits_beside_one_that_grows(swap: dict[str, object]) -> None:  # D12
+def test_a_prompt_that_just_fits_beside_one_that_grows(swap: dict[str, object]) -> None:
     harness = Harness(20, budget=32, output_prediction="none", headroom=0.0, **swap)
     first = harness.add(make_request("A", tokens(49), 150))
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_a_prompt_that_just_fits_beside_one_that_grows(swap: dict[str, object]) 
 
 
 @MODES
-def test_two_partly_prefilled_prompts_do_not_block_each_other(swap: dict[str, object]) -> None:  # D13
+def test_two_partly_prefilled_prompts_do_not_block_each_other(swap: dict[str, object]) -> None:
     harness = Harness(32, budget=64, output_prediction="none", headroom=0.0, **swap)
     pair = [harness.add(make_request(f"p{i}", tokens(n, seed=i), 40)) for i, n in enumerate((400, 300))]
     ended: list[str] = []
@@ -125,7 +125,7 @@ def test_two_partly_prefilled_prompts_do_not_block_each_other(swap: dict[str, ob
     assert len(harness.executor.plans) <= 7 + 40 + 5 + 40
 
 
-def test_recomputation_is_no_hit_of_the_prefix_cache() -> None:  # D15
+def test_recomputation_is_no_hit_of_the_prefix_cache() -> None:
     harness = Harness(24, budget=256, max_num_seqs=16, output_prediction="none", headroom=0.0)
     requests = [harness.add(make_request(f"r{i:02}", tokens(40, seed=i + 1), 40, arrival=float(i))) for i in range(40)]
     harness.run()

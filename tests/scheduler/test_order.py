@@ -156,7 +156,7 @@ def test_fast_lane_takes_only_its_share_of_scarce_places() -> None:
 
 
 def test_a_burst_does_not_close_the_fast_lane_for_later_requests() -> None:
-    """D09: places that the lane took in an earlier burst do not count once no request waits."""
+    """Places that the lane took in an earlier burst do not count once no request waits."""
     harness = Harness(600, budget=100, fast_lane_share=0.3, fast_lane_prompt=20, max_num_seqs=1)
     burst = [harness.add(make_request(f"b{i}", tokens(length, seed=i), 1)) for i, length in enumerate((30, 10))]
     harness.run()

@@ -1,4 +1,4 @@
-"""Steps that run out of memory at any point of their work: no token, block or request is lost (S11)."""
+"""Steps that run out of memory at any point of their work: no token, block or request is lost."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 from fakes import Harness, assert_right, make_request, tokens
 
 
-def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:  # A03
+def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:
     harness = Harness(num_blocks=32, budget=256)
     pair = [harness.add(make_request(f"p{i}", tokens(40), 20)) for i in range(2)]
     harness.step()
@@ -28,7 +28,7 @@ def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:  # A
         (tokens(33), tokens(34)[1:]),
     ],
 )
-def test_different_ids_never_share(one: list[int], two: list[int]) -> None:  # A06
+def test_different_ids_never_share(one: list[int], two: list[int]) -> None:
     harness = Harness(num_blocks=16)
     harness.add(make_request("one", one))
     harness.run()
@@ -53,5 +53,5 @@ def test_prompt_that_waits_for_memory_is_not_computed_in_vain() -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "fits"), [(767, 1, True), (768, 1, True), (768, 2, False), (769, 1, False)]
 )
-def test_what_can_never_fit(prompt: int, max_tokens: int, fits: bool) -> None:  # D01
+def test_what_can_never_fit(prompt: int, max_tokens: int, fits: bool) -> None:
     assert Harness(num_blocks=48).scheduler.fits_alone(prompt, max_tokens) is fits

@@ -41,7 +41,7 @@ def status(server: ScriptedServer, route: tuple[str, str], key: str | None = Non
 )
 def test_administrative_routes_are_for_one_user_or_the_administrator(
     make_server: Callable[..., ScriptedServer], access: Access, key: str | None, expected: int | None
-) -> None:  # S09
+) -> None:
     server = make_server(access=access)
     for route in ADMIN:
         got = status(server, route, key)
@@ -68,7 +68,7 @@ def test_administrative_routes_are_for_one_user_or_the_administrator(
 )
 def test_foreign_names_are_refused_on_loopback(
     named_server: ScriptedServer, route: tuple[str, str], headers: dict[str, str], refused: bool
-) -> None:  # S09
+) -> None:
     assert (status(named_server, route, **headers) == 403) == refused
     assert status(named_server, ("GET", "/health"), **headers) == 200
 
@@ -90,20 +90,18 @@ def test_names_do_not_matter_where_no_browser_is_trusted(
 
 @pytest.mark.parametrize("route", [("POST", "/reset_prefix_cache"), ("POST", "/v1/prefixes")])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
-def test_administrative_routes_take_only_json(
-    named_server: ScriptedServer, route: tuple[str, str], kind: str
-) -> None:  # S09
+def test_administrative_routes_take_only_json(named_server: ScriptedServer, route: tuple[str, str], kind: str) -> None:
     assert status(named_server, route, **{"Content-Type": kind}) == 415
     assert status(named_server, route, **{"Content-Type": "application/json; charset=utf-8"}) != 415
 
 
 @pytest.mark.parametrize("given", ["secret", "secret\n", " secret\r\n", "\tsecret"])
-def test_white_space_around_a_key_is_removed(given: str) -> None:  # S12
+def test_white_space_around_a_key_is_removed(given: str) -> None:
     assert checked_key("api_key", given) == "secret"
 
 
 @pytest.mark.parametrize("given", ["", " \n", "two\nlines", "nul\0"])
-def test_keys_that_no_client_can_send_are_refused(given: str) -> None:  # S12
+def test_keys_that_no_client_can_send_are_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="api_key: "):
         checked_key("api_key", given)
 

@@ -46,7 +46,7 @@ def wait_until(condition: Callable[[], bool], patience_s: float = 20) -> bool:
     return True
 
 
-# -- S01: connections -----------------------------------------------------------------------------------------------
+# -- connections ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nofile", [256, 1024])
@@ -162,7 +162,7 @@ def test_large_heads_are_refused(url: str, head: bytes) -> None:
         assert each.recv(1 << 16).startswith(b"HTTP/1.1 431")
 
 
-# -- S02: framing of bodies -----------------------------------------------------------------------------------------
+# -- framing of bodies ------------------------------------------------------------------------------------------------
 
 
 def test_one_byte_chunks(url: str) -> None:
@@ -197,7 +197,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent(url: str) -> None
         assert each.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
 
-# -- S03: bursts ----------------------------------------------------------------------------------------------------
+# -- bursts -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_burst_beyond_the_queue_gets_429_exactly() -> None:
@@ -220,7 +220,7 @@ def _post(body: bytes) -> bytes:
     return POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-# -- S04, S10: large requests ---------------------------------------------------------------------------------------
+# -- large requests ---------------------------------------------------------------------------------------------------
 
 LARGE = {
     "long prompts": completion(prompt=["word " * 1520] * 1024),

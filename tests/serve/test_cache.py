@@ -191,7 +191,7 @@ def test_the_cache_tells_what_it_did(http: httpx.Client) -> None:
     assert after["prompt_change"] is None
 
 
-def test_changing_prompts_are_told_but_not_what_clients_wrote(http: httpx.Client, engine: Engine) -> None:  # S09
+def test_changing_prompts_are_told_but_not_what_clients_wrote(http: httpx.Client, engine: Engine) -> None:
     for number in range(50):
         complete(http, [*range(40, 70), 100 + number, *range(60, 250)], max_tokens=1)
     change = http.get("/v1/cache").json()["prompt_change"]

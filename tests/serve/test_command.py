@@ -92,7 +92,7 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["closed by its reader", "full"])
-def test_output_that_cannot_be_written_hinders_nothing(tiny_model: Any, broken: str) -> None:  # S05
+def test_output_that_cannot_be_written_hinders_nothing(tiny_model: Any, broken: str) -> None:
     """A stream that is open at SIGTERM ends whole, and the exit code is 0."""
     reading, writing = os.pipe()
     if broken == "full":
@@ -126,7 +126,7 @@ def test_a_port_in_use_ends_with_one_line_before_anything_is_loaded(command: Com
     assert "address already in use; choose another --port" in error
 
 
-def test_a_full_stdout_ends_with_one_line_before_anything_is_loaded(tmp_path: Path) -> None:  # S12
+def test_a_full_stdout_ends_with_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-c", "from llmsched.cli.main import main; main()", "serve", str(tmp_path), "--port", "0"],
@@ -206,7 +206,7 @@ def test_url(make_server: Any, capsys: pytest.CaptureFixture[str], host: str, sh
 
 def test_defaults_of_the_model_that_are_not_supported_are_told(
     make_server: Any, capsys: pytest.CaptureFixture[str]
-) -> None:  # N16
+) -> None:
     engine = make_server().engine
     engine.model = replace(engine.model, ignored_defaults=["num_beams", "max_length"])
     with listen("127.0.0.1", 0)[0] as listener:
@@ -220,7 +220,7 @@ def test_the_profile_is_told(make_server: Any) -> None:
     assert "profile" not in dict(banner.start_rows(engine, "scripted"))
 
 
-def test_defaults_of_the_model_are_told(make_server: Any) -> None:  # G05
+def test_defaults_of_the_model_are_told(make_server: Any) -> None:
     server = make_server(sampling_defaults={"temperature": 0.6, "top_k": 64})
     rows = dict(banner.start_rows(server.engine, "scripted"))
     assert rows["sampling"] == "temperature 0.6, top_k 64 unless the request says otherwise"

@@ -81,7 +81,7 @@ class Leaver:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_while_it_generates(server: ScriptedServer, path: str, streamed: bool, n: int) -> None:  # C01, C02
+def test_while_it_generates(server: ScriptedServer, path: str, streamed: bool, n: int) -> None:
     client = Leaver(server.url, path, {**BODIES[path], "stream": streamed, "n": n})
     assert until(running(server, n))
     client.leave()
@@ -92,7 +92,7 @@ def test_while_it_generates(server: ScriptedServer, path: str, streamed: bool, n
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_while_it_waits(server: ScriptedServer, streamed: bool) -> None:  # C01
+def test_while_it_waits(server: ScriptedServer, streamed: bool) -> None:
     first = Leaver(server.url, COMPLETIONS, {**BODIES[COMPLETIONS], "n": 2})
     assert until(running(server, 2))
     second = Leaver(server.url, COMPLETIONS, {**BODIES[COMPLETIONS], "stream": streamed})
@@ -103,7 +103,7 @@ def test_while_it_waits(server: ScriptedServer, streamed: bool) -> None:  # C01
     first.leave()
 
 
-def test_while_its_prompt_is_computed(server: ScriptedServer) -> None:  # C01
+def test_while_its_prompt_is_computed(server: ScriptedServer) -> None:
     server.script.step_s = 0.2
     client = Leaver(server.url, COMPLETIONS, {"prompt": [10] * 500, "max_tokens": 1, "stream": True})
     assert until(running(server, 1))
@@ -112,14 +112,14 @@ def test_while_its_prompt_is_computed(server: ScriptedServer) -> None:  # C01
     assert server.service.stats().generation_tokens == 0
 
 
-def test_with_several_prompts(server: ScriptedServer) -> None:  # C02
+def test_with_several_prompts(server: ScriptedServer) -> None:
     client = Leaver(server.url, COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": ["a", "b", "c"]})
     assert until(lambda: server.service.stats().num_waiting == 1)
     client.leave()
     assert until(lambda: aborted(server) == 3)
 
 
-def test_gauges_are_zero_without_further_traffic(server: ScriptedServer) -> None:  # C16
+def test_gauges_are_zero_without_further_traffic(server: ScriptedServer) -> None:
     clients = [Leaver(server.url, COMPLETIONS, {**BODIES[COMPLETIONS], "stream": True}) for _ in range(8)]
     assert until(lambda: server.service.stats().num_waiting == 6)
     for client in clients:
@@ -132,7 +132,7 @@ def test_gauges_are_zero_without_further_traffic(server: ScriptedServer) -> None
     assert any('finished_reason="abort"' in line and line.endswith(" 8.0") for line in lines)
 
 
-def test_storm_of_connections_that_close_at_once(server: ScriptedServer) -> None:  # C03
+def test_storm_of_connections_that_close_at_once(server: ScriptedServer) -> None:
     def flash(delay: float) -> None:
         with httpx.Client(base_url=server.url, timeout=delay) as http, suppress(httpx.TransportError):
             http.post(COMPLETIONS, json={"prompt": "word " * 400, "max_tokens": 60, "n": 8})

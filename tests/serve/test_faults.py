@@ -1,4 +1,4 @@
-"""Injected faults: what clients see, /health and the exit code (S06, S07)."""
+"""Injected faults: what clients see, /health and the exit code."""
 
 from __future__ import annotations
 

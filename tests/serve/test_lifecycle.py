@@ -28,13 +28,13 @@ def events_of(answer: httpx.Response) -> Iterator[str]:
     return (line.removeprefix("data: ") for line in answer.iter_lines() if line)
 
 
-def test_idle_drain_ends_with_zero(make_server: Callable[..., ScriptedServer]) -> None:  # C14 a
+def test_idle_drain_ends_with_zero(make_server: Callable[..., ScriptedServer]) -> None:
     server = make_server()
     server.drain()
     assert server.join() == 0
 
 
-def test_a_stream_may_finish_while_draining(make_server: Callable[..., ScriptedServer]) -> None:  # C14 b
+def test_a_stream_may_finish_while_draining(make_server: Callable[..., ScriptedServer]) -> None:
     server = make_server(grace_s=60.0)
     server.script.step_s = 0.05
     with httpx.stream("POST", server.url + PATH, json=STREAM) as answer:
@@ -55,7 +55,6 @@ def test_a_stream_may_finish_while_draining(make_server: Callable[..., ScriptedS
 
 
 def test_a_stream_that_does_not_finish_in_time_ends_with_an_error(make_server: Callable[..., ScriptedServer]) -> None:
-    """C14 c."""
     server = make_server(grace_s=0.2)
     server.script.step_s = 0.05
     with httpx.stream("POST", server.url + PATH, json=STREAM, timeout=30) as answer:
@@ -75,7 +74,7 @@ def test_whole_answers_that_do_not_finish_in_time_are_503(make_server: Callable[
 
 
 def test_engine_failure(make_server: Callable[..., ScriptedServer], caplog: pytest.LogCaptureFixture) -> None:
-    """Every client gets an error, /health fails, and the process exits with an error (C09, B15)."""
+    """Every client gets an error, /health fails, and the process exits with an error."""
     server = make_server()
     server.script.fail_at_step = 20
     server.script.step_s = 0.01
@@ -111,7 +110,7 @@ def test_an_engine_that_fails_while_draining_ends_with_one(make_server: Callable
     assert server.join() == 1
 
 
-def test_sigterm_ends_a_process_whose_step_hangs() -> None:  # S06
+def test_sigterm_ends_a_process_whose_step_hangs() -> None:
     with (
         scripted_process(60) as (child, url),
         httpx.stream("POST", url + PATH, json=STREAM, timeout=30) as it,
@@ -121,7 +120,7 @@ def test_sigterm_ends_a_process_whose_step_hangs() -> None:  # S06
         assert child.wait(20) == 1, "grace 1 s, and a step of 60 s"
 
 
-def test_a_second_signal_ends_at_once() -> None:  # C14
+def test_a_second_signal_ends_at_once() -> None:
     with (
         scripted_process(60) as (child, url),
         httpx.stream("POST", url + PATH, json=STREAM, timeout=30),

@@ -37,7 +37,7 @@ COMPLETION = {"prompt": "a", "max_tokens": 1}
 )
 def test_every_answer_has_its_request_id(
     http: httpx.Client, given: str | None, method: str, path: str, body: Any, status: int
-) -> None:  # N11
+) -> None:
     headers = {} if given is None else {"X-Request-Id": given.encode()}
     answer = http.request(method, path, json=body, headers=headers)
     assert answer.status_code == status
@@ -79,7 +79,7 @@ PREFLIGHT = {
 ALLOWED = "access-control-allow-origin"
 
 
-def test_without_the_option_there_is_no_cors(http: httpx.Client) -> None:  # N08
+def test_without_the_option_there_is_no_cors(http: httpx.Client) -> None:
     assert http.options("/v1/chat/completions", headers=PREFLIGHT).status_code == 405
     assert ALLOWED not in http.get("/health", headers=PAGE).headers
 
@@ -125,7 +125,7 @@ def test_what_is_no_origin(text: str) -> None:
 # -- comments in streams that wait ------------------------------------------------------------------------------------
 
 
-def test_a_stream_that_waits_sends_comments(make_server: Callable[..., ScriptedServer]) -> None:  # N10
+def test_a_stream_that_waits_sends_comments(make_server: Callable[..., ScriptedServer]) -> None:
     server = make_server(http=HttpLimits(sse_keep_alive=0.05))
     server.script.gate.clear()
     with (
@@ -138,7 +138,7 @@ def test_a_stream_that_waits_sends_comments(make_server: Callable[..., ScriptedS
         assert [line for line in lines if line and not line.startswith(":")][-1] == "data: [DONE]"
 
 
-def test_clients_ignore_the_comments(make_server: Callable[..., ScriptedServer]) -> None:  # N10
+def test_clients_ignore_the_comments(make_server: Callable[..., ScriptedServer]) -> None:
     server = make_server(http=HttpLimits(sse_keep_alive=0.02))
     server.script.step_s = 0.1
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
@@ -163,7 +163,7 @@ def test_no_comments_if_they_are_off(make_server: Callable[..., ScriptedServer])
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1", "/v1/embeddings", "/chat/completions"])
-def test_unknown_routes_name_the_known_ones(http: httpx.Client, path: str) -> None:  # N19
+def test_unknown_routes_name_the_known_ones(http: httpx.Client, path: str) -> None:
     answer = http.post(path, json={"model": MODEL, "input": "Hi"})
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -174,7 +174,7 @@ def test_unknown_routes_name_the_known_ones(http: httpx.Client, path: str) -> No
 HELLO = [{"role": "user", "content": "Hello <|im_end|>"}]
 
 
-def test_tokenize_counts_as_the_model_does(http: httpx.Client, server: ScriptedServer) -> None:  # N21
+def test_tokenize_counts_as_the_model_does(http: httpx.Client, server: ScriptedServer) -> None:
     ids = server.ids("Hello <|im_end|>")
     whole = http.post(
         "/tokenize", json={"model": MODEL, "prompt": "Hello <|im_end|>", "return_token_strs": True}

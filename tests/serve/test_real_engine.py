@@ -65,9 +65,7 @@ def test_greedy_equals_transformers(http: httpx.Client, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 33])
-def test_prompt_logprobs_equal_transformers_warm_and_cold(
-    http: httpx.Client, reference: Any, length: int
-) -> None:  # A23, A25
+def test_prompt_logprobs_equal_transformers_warm_and_cold(http: httpx.Client, reference: Any, length: int) -> None:
     prompt = list(range(100, 100 + length))
     with torch.no_grad():
         rows = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -81,14 +79,14 @@ def test_prompt_logprobs_equal_transformers_warm_and_cold(
     assert alone[1:] == pytest.approx(expected, abs=1e-4)
 
 
-def test_filters_down_to_one_token_are_greedy(http: httpx.Client) -> None:  # A18
+def test_filters_down_to_one_token_are_greedy(http: httpx.Client) -> None:
     greedy = ids(http, max_tokens=6)
     for fields in ({"top_p": 1e-9}, {"min_p": 1}, {"top_k": 1}, {"top_p": 0}):
         assert ids(http, max_tokens=6, temperature=1, **fields) == greedy
     assert ids(http, max_tokens=6, top_p=0) == greedy
 
 
-def test_choices_differ_and_are_reproducible(http: httpx.Client) -> None:  # A16
+def test_choices_differ_and_are_reproducible(http: httpx.Client) -> None:
     def texts() -> list[list[int]]:
         body = {"prompt": PROMPT, "temperature": 1.3, "seed": 7, "n": 6, "max_tokens": 8, "return_token_ids": True}
         return [c["token_ids"] for c in http.post(PATH, json=body).json()["choices"]]
@@ -98,7 +96,7 @@ def test_choices_differ_and_are_reproducible(http: httpx.Client) -> None:  # A16
     assert texts() == first
 
 
-def test_min_tokens_and_ignore_eos(http: httpx.Client) -> None:  # A22
+def test_min_tokens_and_ignore_eos(http: httpx.Client) -> None:
     eos, last = {"2": 100}, {"319": 100}
     barred = ids(http, ignore_eos=False, min_tokens=8, max_tokens=8, logit_bias=eos)
     assert len(barred) == 8
@@ -126,7 +124,7 @@ def test_min_tokens_and_ignore_eos(http: httpx.Client) -> None:  # A22
         {"cache_salt": "\u0000天"},
     ],
 )
-def test_extremes_of_what_is_allowed_are_served(http: httpx.Client, fields: dict[str, Any]) -> None:  # C07, C08
+def test_extremes_of_what_is_allowed_are_served(http: httpx.Client, fields: dict[str, Any]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, **fields}
     answer = http.post(PATH, json=body)
     assert answer.status_code == 200, answer.text

@@ -129,7 +129,7 @@ def test_broken_utf8_is_replaced_as_the_library_does(raw: list[int]) -> None:
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids) == bytes(raw).decode(errors="replace")
 
 
-def test_a_character_is_returned_with_its_last_byte() -> None:  # B02, B04
+def test_a_character_is_returned_with_its_last_byte() -> None:
     tokenizer = tokenizer_of(0)
     ids = tokenizer.encode("天k🍋")
     assert pieces_of(tokenizer, ids) == ["", "", "天", "k", "", "", "", "🍋", ""]
@@ -143,7 +143,7 @@ def test_a_run_of_byte_tokens_is_returned_as_a_whole() -> None:
     assert pieces_of(tokenizer, ids) == ["a", "", "", "", "天b", ""]
 
 
-def test_a_replacement_character_of_the_model_is_not_held() -> None:  # B05
+def test_a_replacement_character_of_the_model_is_not_held() -> None:
     tokenizer = tokenizer_of(1)
     ids = [*tokenizer.encode("q"), tokenizer.backend.token_to_id("\ufffd")]
     assert pieces_of(tokenizer, ids) == ["q", "\ufffd", ""]

@@ -23,7 +23,7 @@ def run(pieces: list[str], stops: tuple[str, ...], include: bool = False) -> tup
 
 
 def first_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """Specify the result (B09, B11): the stop string complete first, the longest of those that end together."""
+    """Specify the result: the stop string complete first, the longest of those that end together."""
     for end in range(1, len(text) + 1):
         if met := [stop for stop in stops if text[:end].endswith(stop)]:
             stop = max(met, key=len)
@@ -54,10 +54,10 @@ def test_holds_exactly_the_longest_tail_that_may_become_a_stop_string(text: str,
         assert len(matcher.held) == max(tails, default=0)
 
 
-def test_the_beginning_of_a_stop_string_is_never_sent() -> None:  # B07
+def test_the_beginning_of_a_stop_string_is_never_sent() -> None:
     assert run(["QR", "S", "TU", "V"], ("QRSTUV",)) == (["", "", "", ""], "QRSTUV")
     assert run(["QR", "S", "TX"], ("QRSTUV",)) == (["", "", "QRSTX", ""], None)
 
 
-def test_a_stop_string_that_never_begins_delays_nothing() -> None:  # B07
+def test_a_stop_string_that_never_begins_delays_nothing() -> None:
     assert run(["ab", "cd"], ("Z" * 60,)) == (["ab", "cd", ""], None)

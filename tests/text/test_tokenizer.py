@@ -86,7 +86,6 @@ def test_added_text_tokens_are_not_skipped() -> None:
 
 @pytest.mark.parametrize("token_id", [300, 305, VOCAB_SIZE - 1, 1 << 20])
 def test_padded_ids_have_no_text(token_id: int, tiny: Tokenizer) -> None:
-    """Fault G13."""
     around = tiny.encode("ab", add_special_tokens=False)
     assert tiny.decode([token_id]) == ""
     assert tiny.decode([around[0], token_id, *around[1:]]) == "ab"
@@ -122,7 +121,7 @@ def test_truncation_and_padding_of_the_file_are_ignored() -> None:
 
 
 def test_empty_prompt(tiny: Tokenizer) -> None:
-    """Fault C05: with a BOS it is one token, without one none."""
+    """With a BOS it is one token, without one none."""
     assert tiny.encode("") == [0]
     assert Tokenizer(build_tokenizer()).encode("") == []
 
@@ -203,14 +202,14 @@ def backend_of(kind: str) -> Backend:
 
 
 @pytest.mark.parametrize("kind", ["plain", "nfc"])
-def test_no_text_has_more_characters_per_token_than_the_bound(kind: str) -> None:  # S04
+def test_no_text_has_more_characters_per_token_than_the_bound(kind: str) -> None:
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend_of(kind)))
     for text in DENSE:
         assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
 
 
 @pytest.mark.parametrize("kind", ["strip", "regex", "rstrip", "removed", "words", "unknown"])
-def test_tokenizers_that_drop_text_have_no_bound(kind: str) -> None:  # S04
+def test_tokenizers_that_drop_text_have_no_bound(kind: str) -> None:
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend_of(kind)))
     assert [tokenizer.least_tokens(text) for text in DENSE] == [0] * len(DENSE)
 

@@ -79,7 +79,6 @@ def never_ending(handler: BaseHTTPRequestHandler, over: threading.Event) -> None
 
 
 def test_byte_by_byte_over_a_socket(command: CommandLine) -> None:
-    """F16."""
     with serving(byte_by_byte) as url:
         outcome = command("bench", url, "--num-prompts", "3", "--output-len", "3", "--json")
     assert outcome.code == 0
@@ -92,7 +91,6 @@ def test_byte_by_byte_over_a_socket(command: CommandLine) -> None:
 
 
 def test_a_closed_port(command: CommandLine) -> None:
-    """F10."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         outcome = command("bench", f"http://127.0.0.1:{reserved.getsockname()[1]}", "--num-prompts", "4", "--json")
@@ -144,7 +142,6 @@ def test_runs_on_a_server_share_no_prompt_unless_asked(command: CommandLine) -> 
     ("answer", "reason", "detail"), [(broken, "http 500", "out of order"), (never_ending, "timeout", "")]
 )
 def test_a_server_that_fails_or_hangs(command: CommandLine, answer: Answer, reason: str, detail: str) -> None:
-    """F10."""
     with serving(answer) as url:
         outcome = command("bench", url, "--num-prompts", "2", "--timeout", "200ms", "--json")
     assert outcome.code == 1
@@ -154,7 +151,7 @@ def test_a_server_that_fails_or_hangs(command: CommandLine, answer: Answer, reas
 
 
 def test_a_listener_that_never_answers(command: CommandLine) -> None:
-    """F10: it takes connections and says nothing, not even to the look-up of its models."""
+    """It takes connections and says nothing, not even to the look-up of its models."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         outcome = command("bench", url, "--num-prompts", "2", "--timeout", "200ms", "--json")
@@ -163,7 +160,6 @@ def test_a_listener_that_never_answers(command: CommandLine) -> None:
 
 
 def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path: Path) -> None:
-    """F06."""
     with serving(byte_by_byte) as url:
         outcome = command("bench", url, "--num-prompts", "2", "--slo-ttft", "0ms", "--save", str(tmp_path / "r.json"))
     assert outcome.code == 0

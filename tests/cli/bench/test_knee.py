@@ -163,7 +163,6 @@ def test_prompts_cached_from_earlier_rates_are_warned_about(
     ],
 )
 def test_verdict_without_a_knee(slo: Slo, words: str) -> None:
-    """F19."""
     target, work = opened(Queue()), plan(slo, request_rate=1.0)
     found = find(target, work, highest=90)
     document = knee_json(work, found)

@@ -1,4 +1,4 @@
-"""Rates tried by the knee search, and its result (F19 and more)."""
+"""Rates tried by the knee search, and its result."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ def step(at: float) -> Callable[[float], float]:
 
 
 def test_always_met_tries_the_upper_bound_itself_and_each_rate_once() -> None:
-    """F19."""
     knee = search(step(1000), 3, 90)
     assert (knee.verdict, knee.rate, knee.missed) == ("always met", 90, None)
     assert rates(knee) == [3, 6, 12, 24, 48, 90]
 
 
 def test_never_met_says_so_at_once() -> None:
-    """F19."""
     knee = search(step(1), 3, 90)
     assert (knee.verdict, knee.rate, knee.missed) == ("never met", None, 3)
     assert rates(knee) == [3]
@@ -46,7 +44,6 @@ def test_never_met_says_so_at_once() -> None:
 
 @pytest.mark.parametrize(("at", "verdict"), [(50, "always met"), (7, "always met"), (6.9, "never met")])
 def test_lower_bound_equal_to_the_upper_one(at: float, verdict: str) -> None:
-    """F19."""
     knee = search(step(at), 7, 7)
     assert (knee.verdict, rates(knee)) == (verdict, [7])
 
@@ -54,7 +51,7 @@ def test_lower_bound_equal_to_the_upper_one(at: float, verdict: str) -> None:
 @pytest.mark.parametrize("at", [3, 3.1, 10, 47.9, 48, 88, 89.99])
 @pytest.mark.parametrize("tolerance", [0.01, 0.1, 0.5])
 def test_the_knee_is_found_within_the_tolerance_and_inside_the_bounds(at: float, tolerance: float) -> None:
-    """F19: no trial outside the bounds, and none repeated but for the two that are the answer."""
+    """No trial outside the bounds, and none repeated but for the two that are the answer."""
     knee = search(step(at), 3, 90, tolerance=tolerance)
     assert knee.verdict == "found"
     assert knee.rate <= at < knee.missed <= knee.rate * (1 + tolerance) * (1 + 1e-12)
@@ -122,6 +119,6 @@ def test_a_noisy_gradual_decline_is_found_approximately() -> None:
     "bad", [{"low": 0}, {"low": math.nan}, {"low": 3}, {"high": math.inf}, {"attainment": 0}, {"tolerance": 0}]
 )
 def test_wrong_goals_are_refused(bad: dict[str, float]) -> None:
-    """F19: among them reversed bounds."""
+    """Among them reversed bounds."""
     with pytest.raises(LlmschedError, match="must "):
         KneeGoal(**{"low": 1, "high": 2, **bad})

@@ -76,7 +76,7 @@ def test_csv_has_a_row_per_run_below_one_header(tmp_path: Path) -> None:
 
 
 def test_csv_distinguishes_zero_from_unknown(tmp_path: Path) -> None:
-    """F06: a goodput of 0.0 is written as 0.0, one that was not asked for is an empty cell."""
+    """A goodput of 0.0 is written as 0.0, one that was not asked for is an empty cell."""
     path, figures = tmp_path / "runs.csv", measured()
     append_csv(path, [report_of(figures)])
     without = report_of(figures, Slo())

@@ -53,7 +53,6 @@ def json_of(figures: Measurement, workload: SyntheticLoad = ONE, slo: Slo | None
     ids=["5 chunks of 10", "50 chunks of 1"],
 )
 def test_itl_is_per_token_not_per_chunk(parts: list[tuple[float, bytes]]) -> None:
-    """F01."""
     figures = bench(FakeServer(always(Script([*parts, (5.0, end(50))]))))
     assert figures.tokens.output == 50
     assert figures.latency.itl.mean == pytest.approx(0.1)
@@ -64,7 +63,6 @@ def test_itl_is_per_token_not_per_chunk(parts: list[tuple[float, bytes]]) -> Non
 
 
 def test_role_and_empty_chunks_are_not_tokens() -> None:
-    """F02."""
 
     def delta(content: dict[str, Any]) -> bytes:
         return event({"choices": [{"index": 0, "delta": content, "finish_reason": None}]})
@@ -87,7 +85,6 @@ def test_role_and_empty_chunks_are_not_tokens() -> None:
 
 
 def test_tokens_are_counted_by_usage_not_by_their_text() -> None:
-    """F03."""
     figures = bench(FakeServer(always(steady(100, first=1.0, gap=0.1))), count_tokens=lambda text: 7)
     assert figures.tokens.output == 100
     assert figures.latency.tpot.mean == pytest.approx((10.9 - 1.0) / 99)
@@ -95,7 +92,6 @@ def test_tokens_are_counted_by_usage_not_by_their_text() -> None:
 
 
 def test_without_usage_the_token_count_is_marked_as_an_estimate() -> None:
-    """F03."""
     silent_server = FakeServer(always(Script([(0.1, token(" a b")), (0.5, token(" c d")), (0.5, end())])))
     counted = bench(silent_server, count_tokens=lambda text: len(text.split()))
     assert (counted.tokens.output, counted.tokens.source) == (4, RETOKENISED)
@@ -175,7 +171,7 @@ def test_request_body() -> None:
 
 
 def test_failures_are_counted_by_reason_and_kept_out_of_the_latencies() -> None:
-    """F04: ten requests, four of them good."""
+    """Ten requests, four of them good."""
     good = steady(5, first=0.5, gap=0.1)
     broken = event({"error": {"message": "out of memory", "type": "server_error"}})
     scripts = [
@@ -214,7 +210,6 @@ def test_failures_are_counted_by_reason_and_kept_out_of_the_latencies() -> None:
     ],
 )
 def test_every_kind_of_failure_has_a_reason(script: Script, reason: str) -> None:
-    """F04, F10."""
     figures = bench(FakeServer(always(script)), timeout=2.0)
     assert (figures.requests.completed, figures.requests.failed) == (0, 1)
     assert figures.requests.failures == {reason: 1}
@@ -225,7 +220,6 @@ def test_every_kind_of_failure_has_a_reason(script: Script, reason: str) -> None
 
 
 def test_a_server_that_never_answers_ends_with_the_timeout() -> None:
-    """F10."""
     work = replace(ONE, num_prompts=3)
     figures = bench(FakeServer(always(Script(hang=True))), work, timeout=2.0)
     assert figures.requests.failures == {"timeout": 3}
@@ -234,7 +228,6 @@ def test_a_server_that_never_answers_ends_with_the_timeout() -> None:
 
 
 def test_one_token_has_no_tpot_and_no_itl() -> None:
-    """F10."""
     report = json_of(bench(FakeServer(always(steady(1, first=0.5, gap=0)))))
     assert report["completed"] == 1
     assert report["ttft_ms"]["mean"] == report["e2e_ms"]["mean"] == pytest.approx(500)
@@ -275,7 +268,7 @@ def test_max_concurrency_is_not_exceeded() -> None:
 
 
 def test_throughput_whole_and_steady() -> None:
-    """F12: four requests that end at 10.0, 10.5, 11.0 and 11.5 s."""
+    """Four requests that end at 10.0, 10.5, 11.0 and 11.5 s."""
     figures = bench(FakeServer(lambda n: steady(1, 10 + 0.5 * n, 0)), replace(ONE, num_prompts=4))
     assert figures.rates.requests == pytest.approx(4 / 11.5)
     assert figures.rates.requests_steady == pytest.approx(2.0)
@@ -334,7 +327,6 @@ def test_the_steady_state_rate_includes_the_time_a_target_is_silent(after: Scrip
 
 
 def test_requested_and_achieved_rate() -> None:
-    """F08."""
     work = replace(ONE, num_prompts=1000, request_rate=200.0, arrivals="constant")
     server = FakeServer(always(steady(1, 0.0, 0)))
     report = json_of(bench(server, work), work)
@@ -394,7 +386,7 @@ def test_unreported_figures_are_null(metrics: str) -> None:
 
 
 def test_a_stream_that_comes_byte_by_byte_has_the_same_tokens() -> None:
-    """F16; a token's time is that of its event's last byte."""
+    """A token's time is that of its event's last byte."""
     stream = b"".join([token(" ü\N{SLIGHTLY SMILING FACE}") for _ in range(5)]) + b":ping\r\n\r\n" + end(5).rstrip()
     parts = [(0.001 * (index + 1), stream[index : index + 1]) for index in range(len(stream))]
     figures = bench(FakeServer(always(Script(parts))))

@@ -46,7 +46,6 @@ def run(workload: SyntheticLoad, seconds: float = 0.0, timeout: float | None = N
 
 
 def test_same_seed_same_load_other_seed_other_load() -> None:
-    """F08."""
     work = {"num_prompts": 50, "input_len": 16, "request_rate": 200.0}
     assert plan(seed=1, **work) == plan(seed=1, **work)
     assert {request.prompt for request in plan(seed=1, **work)}.isdisjoint(
@@ -61,14 +60,14 @@ def test_prompts_do_not_depend_on_the_rate() -> None:
 
 
 def test_constant_arrivals_keep_the_schedule() -> None:
-    """F08: the last of 1,000 requests at 200/s is sent at 4.995 s, however long the others take."""
+    """The last of 1,000 requests at 200/s is sent at 4.995 s, however long the others take."""
     records = run(SyntheticLoad(num_prompts=1000, input_len=1, request_rate=200, arrivals="constant"), seconds=0.7)
     assert [record.sent for record in records] == pytest.approx([index / 200 for index in range(1000)])
     assert [record.scheduled for record in records] == pytest.approx([record.sent for record in records])
 
 
 def test_poisson_arrivals_have_the_rate_and_the_spread() -> None:
-    """F08: gaps of an exponential distribution: mean and standard deviation are both 1 / rate."""
+    """Gaps of an exponential distribution: mean and standard deviation are both 1 / rate."""
     times = offsets(num_prompts=5001, input_len=1, request_rate=200)
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert times[0] == 0

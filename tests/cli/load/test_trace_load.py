@@ -174,7 +174,7 @@ def test_warm_up_has_the_median_lengths() -> None:
 
 
 def test_the_prompt_seed_changes_tokens_only() -> None:
-    """U02: blocks, own prompts and warm-up have new tokens; lengths, times and the fingerprint stay."""
+    """Blocks, own prompts and warm-up have new tokens; lengths, times and the fingerprint stay."""
     requests = tuple(TraceRequest(line, float(line), 600, 4, hash_ids) for line, hash_ids in ((0, (3, 4)), (1, ())))
     one, other = (
         TraceLoad(trace=Trace("m", "mooncake", requests, timed=True), prompt_seed=seed, output_len=4) for seed in (1, 2)

@@ -90,7 +90,7 @@ def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outc
 def test_without_an_slo_nothing_is_written_unasked(
     tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """U08: what is optimised and where the profile goes is said first; it is written after a question on a terminal."""
+    """What is optimised and where the profile goes is said first; it is written after a question on a terminal."""
     outcome = tune(*ONE)
     assert outcome.code == 0
     goal, place = outcome.err.splitlines()[:2]
@@ -116,14 +116,14 @@ def test_without_an_slo_nothing_is_written_unasked(
 
 
 def test_a_busy_machine_is_named(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """U03: in the words of bench."""
+    """In the words of bench."""
     monkeypatch.setattr(runners, "others_cpu", lambda this: 0.6)
     outcome = tune(*ONE)
     assert "runs may be too slow, because this machine was busy with other work, which used up to 60%" in outcome.err
 
 
 def test_an_engine_that_dies_is_one_trial_lost(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """F18: the sweep continues with a new engine."""
+    """The sweep continues with a new engine."""
     built: list[EngineConfig] = []
     real_build, step = build.build_engine, Engine.step
 

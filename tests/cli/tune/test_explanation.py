@@ -12,7 +12,6 @@ from llmsched.engine.goodput import Slo
 
 
 def test_explanation_if_no_setting_is_feasible() -> None:
-    """F18, F19."""
     history = raced(Scripted({setting: FAULT_18[setting] for setting in (B, C, D)}))
     assert best_trial(history) is None
     nearest = nearest_miss(history)

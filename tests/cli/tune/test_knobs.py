@@ -1,4 +1,4 @@
-"""F19: every trial lies inside the bounds, both bounds are tried, each value once."""
+"""Every trial lies inside the bounds, both bounds are tried, each value once."""
 
 from __future__ import annotations
 

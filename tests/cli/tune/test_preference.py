@@ -1,4 +1,4 @@
-"""F18: which setting wins, and which comes nearest."""
+"""Which setting wins, and which comes nearest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from llmsched.engine.goodput import Slo
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("lengths", [(10,), (3, 5, 10)])
 def test_a_wins_and_every_other_has_its_reason(goal: Goal, rounds: int, lengths: tuple[int, ...]) -> None:
-    """F18."""
     history = raced(Scripted(FAULT_18), rounds=rounds, goal=goal, lengths=lengths)
     assert winner(history) == A
     assert [trial.reason for trial in history.trials()] == [

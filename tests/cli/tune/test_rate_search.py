@@ -74,7 +74,7 @@ def tuned(load: Load, slo: Slo, gpu: str, path: Path) -> tuple[Setting, Setting,
 def test_up_to_its_knee_the_choice_is_not_worse_than_the_default(
     gpu: str, lengths: tuple[int, int], rate: float | None, slo: Slo, seed: int, tmp_path: Path
 ) -> None:
-    """U01: at most 5 % less goodput than the default at any rate, as `bench --simulate` measures it."""
+    """At most 5 % less goodput than the default at any rate, as `bench --simulate` measures it."""
     load = SyntheticLoad(
         num_prompts=30,
         input_len=lengths[0],
@@ -104,7 +104,7 @@ def tune(command: CommandLine) -> Callable[..., Outcome]:
 
 
 def test_a_light_load_is_judged_at_the_knee(tune: Callable[..., Outcome]) -> None:
-    """U01: 4 requests/s cannot tell 128 from 2,048 tokens a step; the rate that each can serve does."""
+    """4 requests/s cannot tell 128 from 2,048 tokens a step; the rate that each can serve does."""
     report = tune("--json").json
     rates, best = report["rates"], report["best"]["max_num_batched_tokens"]
     assert best >= 1024
@@ -225,7 +225,7 @@ def test_a_load_that_every_rate_meets_is_too_light() -> None:
 
 
 def test_without_time_the_default_stays() -> None:
-    """U03: the search ends at its limit, in the middle of a run, and the default's row is there."""
+    """The search ends at its limit, in the middle of a run, and the default's row is there."""
     machine = Capacity({SMALL: 5.0, MIDDLE: 61.0, DEFAULT: 40.0}, seconds=10.0)
     best, chooser = chosen(machine, time_limit=35.0)
     assert best == DEFAULT

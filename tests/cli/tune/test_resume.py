@@ -89,7 +89,7 @@ def test_no_run_is_made_twice_and_the_result_is_the_same(tmp_path: Path, most: i
 
 
 def test_the_time_limit_ends_a_run(tmp_path: Path) -> None:
-    """U03: the run is dropped, not counted as a failure of its setting."""
+    """The run is dropped, not counted as a failure of its setting."""
 
     async def main() -> float:
         runner = ResumableRunner(steady(), tmp_path / "s.jsonl", ABOUT, resume=False, deadline=5.0)

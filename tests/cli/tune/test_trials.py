@@ -58,7 +58,7 @@ def test_spread_of_the_runs() -> None:
 
 
 def test_capacity_is_not_taken_from_the_ramp() -> None:
-    """F12: four tokens, at 10.0, 10.5, 11.0 and 11.5 s, are 2 a second."""
+    """Four tokens, at 10.0, 10.5, 11.0 and 11.5 s, are 2 a second."""
 
     def slow_start(round_index: int) -> Measurement:
         records = [

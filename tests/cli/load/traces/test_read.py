@@ -1,4 +1,4 @@
-"""F14: formats of trace files, and errors in them."""
+"""Formats of trace files, and errors in them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lengths(trace: Trace) -> list[tuple[int | None, int | None]]:
     ],
 )
 def test_offsets_are_seconds_after_the_first(write: Any, text: str, expected: list[float]) -> None:
-    """F14: microseconds since 1970, milliseconds from anywhere, unsorted, equal ones, seconds, dates."""
+    """Microseconds since 1970, milliseconds from anywhere, unsorted, equal ones, seconds, dates."""
     trace = read_trace(write(text))
     assert trace.timed
     assert offsets(trace) == expected
@@ -139,7 +139,7 @@ def test_equal_timestamps_keep_the_order_of_the_file(write: Any) -> None:
     ],
 )
 def test_errors_name_the_line(write: Any, text: str, message: str) -> None:
-    """F14: missing, negative and NaN values, traces without requests and unknown files are refused."""
+    """Missing, negative and NaN values, traces without requests and unknown files are refused."""
     with pytest.raises(TraceError, match=message):
         read_trace(write(text))
 
@@ -385,7 +385,7 @@ def bailian(*stamps: float) -> str:
     ],
 )
 def test_the_size_of_timestamps_shows_their_unit(write: Any, text: str, span: float, note: str) -> None:
-    """N26: without a unit, a trace in seconds is not taken for one in milliseconds, and the report names the unit."""
+    """Without a unit, a trace in seconds is not taken for one in milliseconds, and the report names the unit."""
     trace = read_trace(write(text))
     assert offsets(trace)[-1] == pytest.approx(span)
     assert note in "".join(trace.notes)
@@ -398,7 +398,6 @@ def test_times_can_be_left_out(write: Any) -> None:
 
 
 def test_bailian(write: Any) -> None:
-    """N26."""
     trace = read_trace(write(bailian(*(round(0.733 * n, 3) for n in range(60)))))
     assert (trace.format, trace.block_tokens, trace.rate) == ("bailian", 16, pytest.approx(1.364, abs=0.001))
     assert trace.requests[0].hash_ids == (3, 3, 3)
@@ -412,7 +411,6 @@ SESSION = [
 
 
 def test_turns_that_wait_for_answers(write: Any) -> None:
-    """N28."""
     trace = read_trace(write("\n".join(map(json.dumps, SESSION))))
     assert [(r.words_in, r.answer_len()) for r in trace.requests] == [(2, 4), (1, 5)]
     assert (trace.timed, len(trace.notes)) == (False, 1)
@@ -427,7 +425,7 @@ def test_turns_that_wait_for_answers(write: Any) -> None:
 
 
 def test_plain_turns_of_conversations_with_tools(write: Any) -> None:
-    """N29: turns of tools are skipped and counted; only answers that follow a user message directly are used."""
+    """Turns of tools are skipped and counted; only answers that follow a user message directly are used."""
     tools = [{"from": "function_call", "value": "{}"}, {"from": "observation", "value": "3"}]
     entries = [
         [*TALK[:3], TALK[3], *tools, TALK[4]],
@@ -485,6 +483,6 @@ CHAT = [
     ],
 )
 def test_forms_of_data_sets(write: Any, text: str, lengths: tuple[int, int | None]) -> None:
-    """N30, N32: the last message of the assistant is the answer, CSV files have prompts, lengths have many names."""
+    """The last message of the assistant is the answer, CSV files have prompts, lengths have many names."""
     (request,) = read_trace(write(text)).requests
     assert (request.words_in, request.answer_len()) == lengths
