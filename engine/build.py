@@ -80,7 +80,10 @@ def build_engine(
     if plan.device.kind == "cpu":
         free -= plan.fixed_bytes + plan.kv_bytes
     swap = plan_swap(config.swap_space, plan.block_bytes, free)
-    executor, plan = _load(opened, config, resolved, plan, swap, progress)
+    # A thread that has run torch keeps its OpenMP workers until it ends. With more workers than cores, libgomp lets all of
+    # them sleep between parallel regions, which costs a decode step of a small model as much again. And torch hands the
+    # cuBLAS handle of a thread that has ended on to the next thread, here the engine's.
+    executor, plan = _in_a_thread(lambda: _load(opened, config, resolved, plan, swap, progress))
     resolved = replace(plan.resolve(config, dtype, kv_dtype), model_impl=executor.model_impl)
     metrics = EngineMetrics(served_model_name or opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     kv = make_kv(resolved, plan.num_blocks, swap, plan.layout)
@@ -152,8 +155,7 @@ def _load(
         return _fit(executor, config, plan, measured, swap, progress) if measures else (plan, measured)
 
     with _within_memory(plan, "computing the largest steps", remedy):
-        # torch hands the cuBLAS handle of a thread that has ended on to the next thread, here the engine's.
-        plan, measured = _in_a_thread(warm_up) if measures else warm_up()
+        plan, measured = warm_up()
     return executor, replace(plan, measured=replace(measured, kv=executor.kv_cache_bytes))
 
 
