@@ -14,8 +14,8 @@ from llmsched.cli.bench.knee.knee_search import KneeGoal, find_knee
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import OutOfTimeError, TrialRunner, attempt
-from llmsched.cli.tune.trial_runs import TrialRun
+from llmsched.cli.tune.time_limit import OutOfTimeError
+from llmsched.cli.tune.trial_runs import TrialRun, TrialRunner, attempt
 from llmsched.cli.tune.trials import Trial, judge
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.goodput import Slo

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.predicted_pruning import hopeless
 from llmsched.cli.tune.preference import missed_trials
+from llmsched.cli.tune.time_limit import FOR_SHORT_RUNS, OutOfTimeError, TimeLimit
 from llmsched.cli.tune.trial_history import TrialHistory
-from llmsched.cli.tune.trial_runs import Predictions, TrialRun, failed_run
+from llmsched.cli.tune.trial_runs import TrialRun, TrialRunner, attempt
 from llmsched.engine.progress import Progress, silent
 
 #: Factor by which a latency may exceed its SLO in short runs before the setting leaves the race. It is above 1 because
@@ -26,44 +26,11 @@ SLACK = 1.25
 RUNGS = (0.25, 0.5, 1.0)
 #: After the first round, one setting runs again. If its score differs by more than this share, the round is repeated.
 DISTURBED = 0.15
-#: Share of the time limit for short runs. The rest is for full runs of the best settings.
-FOR_SHORT_RUNS = 0.6
 #: After a short round, one in HALVING settings stays in the race.
 HALVING = 2
 #: At most MOST_FINALISTS settings get full runs. Their scores are at most the share REACH below the best score.
 REACH = 0.08
 MOST_FINALISTS = 3
-
-
-class OutOfTimeError(Exception):
-    """Error that is raised if the time limit of the search ends a run before it is complete."""
-
-
-class TrialRunner(Protocol):
-    """Runner that serves a load with a given setting. `rate` is in requests per second (None: the load's own rate)."""
-
-    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        """Serve the first `requests` requests of a round. Raises OutOfTimeError if the time limit ends the run.
-
-        Any other exception means that the setting does not work.
-        """
-        ...
-
-    def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
-        """Return the runs that a cost model predicts for the settings; empty if there is no model."""
-        return {}
-
-
-async def attempt(
-    runner: TrialRunner, setting: Setting, requests: int, round_index: int, rate: float | None = None
-) -> TrialRun:
-    """Run a setting. If the runner raises an exception other than OutOfTimeError, return a failed run instead."""
-    try:
-        return await runner.run(setting, requests, round_index, rate)
-    except OutOfTimeError:
-        raise
-    except Exception as problem:
-        return failed_run(setting, round_index, requests, problem)
 
 
 def rung_lengths(requests: int, concurrency: int) -> tuple[int, ...]:
@@ -92,14 +59,15 @@ class Race:
     ) -> None:
         self.history = history
         self.full = lengths[-1]
-        self.out_of_time = False
         self.disturbed_rounds = 0
+        self._limit = TimeLimit(time_limit)
         self._runner, self._rate, self._progress = runner, rate, progress
-        self._lengths, self._rounds, self._time_limit = lengths, 1 if history.exact else rounds, time_limit
-        self._now = asyncio.get_running_loop().time
-        self._start = self._now()
+        self._lengths, self._rounds = lengths, 1 if history.exact else rounds
         self._num_rounds = 0
-        self._pace: dict[Setting, float] = {}
+
+    @property
+    def out_of_time(self) -> bool:
+        return self._limit.was_hit
 
     async def qualify(self, stage: str, settings: Sequence[Setting], *, prune: bool = True) -> None:
         """Run the settings in short rounds. After each round, the better half stays in the race."""
@@ -108,7 +76,7 @@ class Race:
         self.history.consider(settings)
         alive = list(settings)
         for index, requests in enumerate(lengths):
-            if (index and len(alive) < 2) or not self._in_time(alive, requests, share):
+            if (index and len(alive) < 2) or not self._limit.allows(alive, requests, share):
                 break
             alive = await self._round(stage, alive, requests, prune=prune and index == 0)
             if index == 0 and not self.history.exact and await self._disturbed(alive, requests):
@@ -121,7 +89,7 @@ class Race:
         while finalists := self._finalists():
             fewest = min(sum(run.requests == self.full for run in self.history.runs[each]) for each in finalists)
             clear = fewest > 0 and self.history.ranking().settled(finalists)
-            if clear or fewest >= self._rounds or not self._in_time(finalists, self.full):
+            if clear or fewest >= self._rounds or not self._limit.allows(finalists, self.full):
                 break
             await self._round("the best in full", finalists, self.full)
 
@@ -130,12 +98,12 @@ class Race:
         round_index, goal = self._num_rounds - 1, self.history.goal
         ran = [run for s in settings for run in self.history.runs[s] if run.round_index == round_index]
         before = next((run for run in ran if run.rate(goal)), None)
-        if before is None or len(ran) < 3 or not self._in_time([before.setting], requests, FOR_SHORT_RUNS):
+        if before is None or len(ran) < 3 or not self._limit.allows([before.setting], requests, FOR_SHORT_RUNS):
             return False
         if (again := await self._run(before.setting, requests, round_index)) is None:
             return False
         ratio = (again.rate(goal) or 0.0) / (before.rate(goal) or 1.0)
-        if 1 - DISTURBED <= ratio <= 1 / (1 - DISTURBED) or not self._in_time(settings, requests, FOR_SHORT_RUNS):
+        if 1 - DISTURBED <= ratio <= 1 / (1 - DISTURBED) or not self._limit.allows(settings, requests, FOR_SHORT_RUNS):
             return False
         self.history.forget(round_index)
         self.disturbed_rounds += 1
@@ -148,7 +116,7 @@ class Race:
         left = list(settings[::-1] if self._num_rounds % 2 else settings)
         if prune and len(left) > 2:
             left.insert(1, left.pop())  # both ends first: the model interpolates between them
-        if not self._pace and (default := self.history.default) in left:
+        if self._limit.is_first_run and (default := self.history.default) in left:
             left.insert(0, left.pop(left.index(default)))  # so that even a search that runs out of time has its figures
         ran: list[Setting] = []
         while left:
@@ -178,16 +146,17 @@ class Race:
             round_index = self._lengths.index(requests)
             if known := [run for run in self.history.runs.get(setting, ()) if run.requests == requests]:
                 return known[0]
-        start = self._now()
+        now = asyncio.get_running_loop().time
+        start = now()
         try:
-            if self._pace and start >= self._start + self._time_limit:
+            if self._limit.passed:
                 raise OutOfTimeError
             run = await attempt(self._runner, setting, requests, round_index, self._rate)
         except OutOfTimeError:
-            self.out_of_time = True
+            self._limit.was_hit = True
             return None
         # A run restored from the journal returns at once, but has recorded its time.
-        self._pace[setting] = (run.seconds or self._now() - start) / requests
+        self._limit.record(setting, requests, run.seconds or now() - start)
         self.history.add(run)
         return run
 
@@ -225,14 +194,3 @@ class Race:
             if trial.feasible or (short and trial.miss <= SLACK):
                 good.append(trial.setting)
         return good
-
-    def _in_time(self, settings: Sequence[Setting], requests: int, share: float = 1.0) -> bool:
-        """Return True if a round will probably end within `share` of the time limit. Else set `out_of_time`."""
-        if not self._pace:
-            return True
-        typical = sum(self._pace.values()) / len(self._pace)
-        expected = sum(self._pace.get(setting, typical) for setting in settings) * requests
-        if self._now() - self._start + expected <= share * self._time_limit:
-            return True
-        self.out_of_time = True
-        return False

@@ -13,7 +13,8 @@ from llmsched.cli.tune.knees import KneeFinder, RateReport, RateRow, given_rate,
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.preference import best_trial, contenders, preferred
-from llmsched.cli.tune.race import OutOfTimeError, Race
+from llmsched.cli.tune.race import Race
+from llmsched.cli.tune.time_limit import OutOfTimeError
 from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trials import Trial
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import OutOfTimeError, TrialRunner, attempt
-from llmsched.cli.tune.trial_runs import Predictions, TrialRun
+from llmsched.cli.tune.time_limit import OutOfTimeError
+from llmsched.cli.tune.trial_runs import Predictions, TrialRun, TrialRunner, attempt
 from llmsched.engine.errors import LlmschedError
 from llmsched.profiles.toml_files import read_file
 

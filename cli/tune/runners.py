@@ -23,8 +23,8 @@ from llmsched.cli.targets.engine_target import EngineTarget, running, until_idle
 from llmsched.cli.targets.load_run import run_workload, warm_up
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import OutOfTimeError, TrialRunner
-from llmsched.cli.tune.trial_runs import Predictions, TrialRun, run_of
+from llmsched.cli.tune.time_limit import OutOfTimeError
+from llmsched.cli.tune.trial_runs import Predictions, TrialRun, TrialRunner, run_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.base import ObservedExecutor, StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape, StepTimeModel, shape_of

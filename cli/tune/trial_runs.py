@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.tune.knobs import PeakDemand, Setting
+from llmsched.cli.tune.time_limit import OutOfTimeError
 from llmsched.engine.percentiles import statistic
 
 #: Rate that a search maximises: requests per second that met every SLO, or output tokens per second.
@@ -89,6 +90,21 @@ class TrialRun:
 Predictions = Mapping[Setting, TrialRun]
 
 
+class TrialRunner(Protocol):
+    """Runner that serves a load with a given setting. `rate` is in requests per second (None: the load's own rate)."""
+
+    async def run(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
+        """Serve the first `requests` requests of a round. Raises OutOfTimeError if the time limit ends the run.
+
+        Any other exception means that the setting does not work.
+        """
+        ...
+
+    def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
+        """Return the runs that a cost model predicts for the settings; empty if there is no model."""
+        return {}
+
+
 def run_of(
     setting: Setting,
     round_index: int,
@@ -131,3 +147,15 @@ def run_of(
 def failed_run(setting: Setting, round_index: int, requests: int, problem: Exception) -> TrialRun:
     reason = " ".join(f"{type(problem).__name__}: {problem}".split())
     return TrialRun(setting, round_index, requests, problem=reason)
+
+
+async def attempt(
+    runner: TrialRunner, setting: Setting, requests: int, round_index: int, rate: float | None = None
+) -> TrialRun:
+    """Run a setting. If the runner raises an exception other than OutOfTimeError, return a failed run instead."""
+    try:
+        return await runner.run(setting, requests, round_index, rate)
+    except OutOfTimeError:
+        raise
+    except Exception as problem:
+        return failed_run(setting, round_index, requests, problem)

@@ -22,10 +22,11 @@ from llmsched.cli.targets.simulated_target import TextEncode, make_blueprint
 from llmsched.cli.tune.knees import MEASURED_TOLERANCE, SIMULATED_TOLERANCE, KneeFinder, RateReport, scalable
 from llmsched.cli.tune.knob_search import SearchSpace
 from llmsched.cli.tune.knobs import KNOBS, Setting, largest_budget, powers_of_two
-from llmsched.cli.tune.race import OutOfTimeError, Race, rung_lengths
+from llmsched.cli.tune.race import Race, rung_lengths
 from llmsched.cli.tune.rate_search import JudgedBy, RateSearch
 from llmsched.cli.tune.resume import ResumableRunner, state_path
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
+from llmsched.cli.tune.time_limit import OutOfTimeError
 from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import Goal
 from llmsched.engine.blueprint import Blueprint

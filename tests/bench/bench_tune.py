@@ -23,9 +23,10 @@ from llmsched.cli.tune.explanation import rate_in_words
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting, describe, powers_of_two
 from llmsched.cli.tune.preference import best_trial
-from llmsched.cli.tune.race import Race, TrialRunner, rung_lengths
+from llmsched.cli.tune.race import Race, rung_lengths
 from llmsched.cli.tune.runners import EngineRunner, SimulatedRunner, TrialLoad
 from llmsched.cli.tune.trial_history import TrialHistory
+from llmsched.cli.tune.trial_runs import TrialRunner
 from llmsched.cli.tune.trials import Trial
 from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.calibration.timing import measure_device

@@ -9,9 +9,9 @@ from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.tune.knobs import Setting
-from llmsched.cli.tune.race import Race, TrialRunner
+from llmsched.cli.tune.race import Race
 from llmsched.cli.tune.trial_history import TrialHistory
-from llmsched.cli.tune.trial_runs import Goal, TrialRun, run_of
+from llmsched.cli.tune.trial_runs import Goal, TrialRun, TrialRunner, run_of
 from llmsched.engine.goodput import Slo
 
 SLO = Slo(ttft=1.0, itl=0.2)

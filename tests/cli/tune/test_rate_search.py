@@ -25,10 +25,11 @@ from llmsched.cli.tune.knees import KneeBounds, KneeFinder
 from llmsched.cli.tune.knob_search import SearchSpace
 from llmsched.cli.tune.knobs import Setting
 from llmsched.cli.tune.preference import best_trial
-from llmsched.cli.tune.race import OutOfTimeError, Race, TrialRunner
+from llmsched.cli.tune.race import Race
 from llmsched.cli.tune.rate_search import RateSearch
+from llmsched.cli.tune.time_limit import OutOfTimeError
 from llmsched.cli.tune.trial_history import TrialHistory
-from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun
+from llmsched.cli.tune.trial_runs import ThinnedSamples, TrialRun, TrialRunner
 from llmsched.cli.tune.tuning import TuneTask, tune_simulated
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.goodput import Slo

@@ -13,8 +13,9 @@ from virtual_time import run_virtual
 from llmsched.cli.tune.knob_search import SearchSpace, search
 from llmsched.cli.tune.knobs import Setting, powers_of_two
 from llmsched.cli.tune.preference import best_trial
-from llmsched.cli.tune.race import OutOfTimeError, Race, rung_lengths
+from llmsched.cli.tune.race import Race, rung_lengths
 from llmsched.cli.tune.resume import ResumableRunner, state_path
+from llmsched.cli.tune.time_limit import OutOfTimeError
 from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import TrialRun
 from llmsched.engine.errors import LlmschedError
