@@ -21,6 +21,12 @@ PreemptionMode = Literal["recompute", "swap", "auto"]
 Prediction = Literal["learned", "max_tokens", "none"]
 
 
+#: Default of max_num_batched_tokens, by kind of device.
+DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
+
+#: Limit on KV memory on a CPU if kv_cache_memory_bytes is not set.
+DEFAULT_CPU_KV_BYTES = 4 << 30
+
 #: Knobs for which memory is reserved. They may be lowered afterwards, but not raised.
 LIMITS = ("max_num_batched_tokens", "max_num_seqs")
 
@@ -81,7 +87,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = knob(
         None,
         "most tokens computed in one step: a larger limit prefills faster, a smaller one keeps the gaps between tokens "
-        "short; default: 2048 on a GPU, 256 on a CPU",
+        f"short; default: {DEFAULT_TOKEN_BUDGET['cuda']} on a GPU, {DEFAULT_TOKEN_BUDGET['cpu']} on a CPU",
         unit="tokens",
         low=1,
         high=1 << 20,
@@ -92,7 +98,8 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int | None = knob(
         None,
-        "memory for KV blocks; default: what gpu_memory_utilization leaves (on a CPU: at most 4 GiB)",
+        "memory for KV blocks; default: what gpu_memory_utilization leaves (on a CPU: at most "
+        f"{DEFAULT_CPU_KV_BYTES >> 30} GiB)",
         unit="bytes",
         low=1,
     )

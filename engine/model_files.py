@@ -1,7 +1,8 @@
-"""Names of the files in a model's directory or hub repository, and Git LFS pointers in their place."""
+"""Names of a model's files in its directory and on the hub, Git LFS pointers, and the directory of cached files."""
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,9 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
 #: Weights to download from a repository without safetensors files.
 HUB_PICKLES = "pytorch_model*.bin"
+
+#: Environment variable that chooses the directory of cached files.
+CACHE_VARIABLE = "LLMSCHED_CACHE"
 
 _SHARD = re.compile(r"model-\d{5}-of-(?P<total>\d{5})\.safetensors")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -42,3 +46,11 @@ def refuse_lfs_pointer(path: Path) -> None:
             f"{path}: is a Git LFS pointer, not the file itself; run `git lfs install` and `git lfs pull` in "
             f"{path.parent}, or download the file again"
         )
+
+
+def cache_directory() -> Path:
+    """Return the directory of cached files: $LLMSCHED_CACHE if set, else llmsched in the user's cache directory."""
+    import platformdirs
+
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(os.path.expanduser(chosen)) if chosen else Path(platformdirs.user_cache_dir("llmsched"))

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from llmsched.engine.config import EngineConfig
+from llmsched.engine.config import DEFAULT_TOKEN_BUDGET, EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
-from llmsched.engine.memory.planner import DEFAULT_TOKEN_BUDGET
 
 _DEFAULT = EngineConfig()
 

@@ -30,12 +30,12 @@ from llmsched.cli.tune.time_limit import OutOfTimeError
 from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trial_runs import Goal
 from llmsched.engine.blueprint import Blueprint
-from llmsched.engine.config import EngineConfig, ResolvedConfig
+from llmsched.engine.config import DEFAULT_TOKEN_BUDGET, EngineConfig, ResolvedConfig
 from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import ratios
-from llmsched.engine.memory.planner import DEFAULT_TOKEN_BUDGET, model_name, open_planner
+from llmsched.engine.memory.planner import model_name, open_planner
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 from llmsched.profiles.calibrated import LOCAL

@@ -9,7 +9,8 @@ num_gpu_blocks_override or kv_cache_memory_bytes, if set, determines KV instead.
 
 A sequence of n tokens needs ceil((n - 1) / block_size) blocks: the last token is sampled, but its KV is not computed.
 If layers are cached in groups (engine/kv/layout.py), the sequence needs this number of blocks in each full-attention
-group, and at most ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. No block is reserved.
+group, and at most ceil((window - 1) / block_size) + 1 blocks in each sliding-window group. Sequences may use every
+block of the pool.
 
 `llmsched kv-budget` prints the plan that results from this model, and `llmsched serve` allocates memory by this plan.
 """
@@ -35,7 +36,7 @@ from llmsched.engine.architecture.quantization import (
 )
 from llmsched.engine.architecture.shape import ModelShape, model_shape
 from llmsched.engine.architecture.weights import Weights
-from llmsched.engine.config import EngineConfig, ResolvedConfig
+from llmsched.engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_TOKEN_BUDGET, EngineConfig, ResolvedConfig
 from llmsched.engine.device import CONTEXT_BYTES, DeviceMemory
 from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
@@ -44,20 +45,13 @@ from llmsched.engine.memory.activations import activation_bytes, logits_limit
 from llmsched.engine.memory.graph_memory import graph_bytes
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.vllm_profile import LIBRARY_BYTES, VllmProfile
-from llmsched.engine.model.demo import cache_directory
 from llmsched.engine.model.source import cached_config, fetch_config, locate
+from llmsched.engine.model_files import cache_directory
 from llmsched.engine.progress import Progress, silent
 from llmsched.profiles.shipped_models import shipped_configs
 
-#: Default of max_num_batched_tokens, by kind of device.
-DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
-
 #: Origin of a config.json that is not on this machine but is shipped with llmsched.
 SHIPPED = "a copy shipped with llmsched"
-
-#: Limit on KV memory on a CPU if kv_cache_memory_bytes is not set.
-DEFAULT_CPU_KV_BYTES = 4 << 30
-
 
 #: max_model_len of a model whose memory does not grow with the context and that states no limit.
 UNLIMITED_LENGTH = 1 << 20

