@@ -238,7 +238,7 @@ class LayerReader:
         return ["full_attention"]
 
     def kinds(self, name: str) -> tuple[LayerKind, ...]:
-        """Return the kinds of KV memory that a layer of type `name` needs, which may be none."""
+        """Return the kinds of KV memory that a layer of type `name` needs; () if it needs none."""
         if name not in _KINDS:
             self.assumed.append(f"layers of the unknown type {name!r} are counted as full attention")
             return ("full",)

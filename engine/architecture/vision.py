@@ -25,7 +25,7 @@ def encoder_parameters(config: Settings) -> int | None:
 
 
 def can_be_built(config: Settings) -> bool:
-    """Return True if no formula counts the parameters of the model's encoders, but a built model may show them."""
+    """Return True if the model has encoders whose parameters can only be counted by building the model."""
     described = any(isinstance(config.get(f"{name}_config"), Mapping) for name in ("vision", "audio", "speech"))
     return described and str(config.get("model_type")) not in _ENCODERS
 

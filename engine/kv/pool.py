@@ -21,8 +21,8 @@ class BlockPool:
     """Pool of reference-counted blocks 0 .. num_blocks-1.
 
     Each block is used (ref_count > 0), cached (ref_count 0, in the prefix tree, evictable) or free (without useful
-    content). `on_evict` is called with each evicted block. It returns other cached blocks that have become useless, and
-    the pool frees these too.
+    content). The pool calls `on_evict` with each evicted block. The result names other cached blocks that have become
+    useless; the pool frees these too.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], Sequence[int]]) -> None:

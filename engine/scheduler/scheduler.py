@@ -29,7 +29,7 @@ class Update(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Blocks that running requests lack before a step, and the request to preempt for the first waiting one."""
+    """Blocks that running requests lack before a step, and a request to preempt in favour of the first waiting one."""
 
     growing: list[Request]  # running requests that need more blocks for their tokens
     missing: int  # number of these blocks

@@ -247,7 +247,7 @@ def list_candidates(logits: Any, weights: Any, chunks: Any, low: Any, high: Any,
 
 @jit()
 def cut_sums(logits: Any, weights: Any, chunks: Any, threshold: Any, room: Any, tied: Any) -> None:
-    """Reduce the sum of weights in each chunk to the tokens that pass the filters."""
+    """Reduce the sum of the weights in each chunk to the weights of tokens that the filters keep."""
     # The filters keep the tokens above `threshold` and the first `room` tokens whose key equals it, each of weight
     # `tied`. Each chunk's ROOM becomes the number of tokens at the threshold that are kept in this chunk and later
     # chunks.

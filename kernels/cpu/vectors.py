@@ -131,7 +131,7 @@ def multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
 
 
 def sum_pairs(builder: Any, one: Any, other: Any, count: int = LANES) -> Any:
-    """Return the sums of neighbouring numbers, first of all pairs in `one`, then of all pairs in `other`."""
+    """Return the sum of each pair of neighbours: first the pairs in `one`, then the pairs in `other`."""
     even = builder.shuffle_vector(one, other, mask(range(0, 2 * count, 2)))
     odd = builder.shuffle_vector(one, other, mask(range(1, 2 * count, 2)))
     return builder.fadd(even, odd)

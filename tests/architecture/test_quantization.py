@@ -1,4 +1,4 @@
-"""Bytes of quantised checkpoints without their files, and whether they mean an fp8 KV cache."""
+"""Bytes of quantised checkpoints, computed without their weight files, and the data type of their KV cache."""
 
 from __future__ import annotations
 

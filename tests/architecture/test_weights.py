@@ -141,7 +141,7 @@ def test_an_unknown_model_without_files_is_marked_not_guessed(config: dict[str, 
 
 
 def test_a_published_mamba_is_built_without_doubt() -> None:
-    """The file states intermediate_size, which the class computes and takes no parameter for."""
+    """The config has intermediate_size, which the model class ignores, because it computes this size itself."""
     config = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
     config |= {"state_size": 16, "conv_kernel": 4, "expand": 2, "time_step_rank": 4, "vocab_size": 100}
     weights = model_weights(None, read_fields(config), dtype_bytes=2)

@@ -1,9 +1,9 @@
 """Number of streams that the bench's own client can follow before it limits what it measures.
 
 MEASURED on this machine: a server in another process streams 50 tokens/s to each of N clients of one process and logs
-when it wrote them. "client CPU" is the client's CPU time per token, the making of prompts included. The lags are those
-that mark a run invalid; "ITL P99" is measured by the client, "server's" by the server. If "machine P99" is most of the
-lag, other work on the machine was measured. Lags and gaps are in ms.
+when it wrote them. "client CPU" is the client's CPU time per token, including the time to make prompts. The lags are
+those that mark a run invalid; "ITL P99" is measured by the client, "server's" by the server. If "machine P99" is most
+of the lag, other work on the machine was measured. Lags and gaps are in ms.
 
 python tests/bench/bench_client.py
 """

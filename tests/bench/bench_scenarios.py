@@ -123,7 +123,7 @@ def worst_gaps(run: SimRun) -> float:
 
 
 def thrash() -> None:
-    """(a) Use a pool that is too small for those that run."""
+    """(a) Use a pool that is too small for the running requests."""
     runs = {policy: crowd(scheduling_policy=policy) for policy in ("fcfs", "fair")}
     rows("(a) thrash: preemptions per request", "", runs, lambda run: run.preemption_rate)
     rows("(a) thrash: tokens recomputed", "k", runs, recomputed)
@@ -153,7 +153,7 @@ def long_prompt() -> None:
 
 
 def hit_first(requests: list[Request]) -> SimRun:
-    """Order by longest prefix hit alone, as other engines do: any hit precedes any miss, however long that waited."""
+    """Order by longest prefix hit alone, as other engines do: any hit precedes any miss, however long it has waited."""
     kept = waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, admission.EXTRA_OFFERS
     waiting.BONUS_WINDOW, waiting.ARRIVAL_QUOTA, admission.EXTRA_OFFERS = 10**6, 0.0, 10**6
     try:

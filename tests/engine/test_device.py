@@ -122,7 +122,7 @@ def test_a_driver_that_names_no_processes(nvml: FakeNvml) -> None:
 def test_a_container_in_which_the_driver_counts_processes_otherwise(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVML names the host's numbers of processes, so torch tells what this one holds."""
+    """NVML reports the host's process ids, so the memory of this process is the memory that torch reports."""
     import torch
 
     listed = nvml.nvmlDeviceGetComputeRunningProcesses("first")
@@ -210,7 +210,7 @@ V1 |= {"memory/memory.usage_in_bytes": "900\n", "memory/memory.stat": "total_ina
 def test_cgroups_count_without_cache_that_can_be_dropped(
     tmp_path: Path, files: dict[str, str], limit: tuple[int, int]
 ) -> None:
-    """Version 2 limits at every level; the path of version 1 may be one of the host."""
+    """Limits of cgroups v2 apply at every level. In v1, the path may be a path on the host."""
     write(tmp_path, files)
     assert cgroup_limits(tmp_path, tmp_path / "me") == [limit]
 

@@ -138,7 +138,7 @@ Patch = pytest.MonkeyPatch
 
 
 def attention(**changes: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """Return attention with one keyword changed."""
+    """Return a function that patches attention: each keyword in `changes` gets the value that its function returns."""
     right, prepare_right = ops.paged_attention, ops.prepare_attention
 
     def wrong(*tensors: torch.Tensor, **keywords: Any) -> torch.Tensor:

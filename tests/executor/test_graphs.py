@@ -56,7 +56,7 @@ def test_padding_writes_no_keys_and_values() -> None:
 
 
 def replay_nothing(run: Callable[[], torch.Tensor]) -> Recording:
-    """Record a pass that bakes the values of its inputs in."""
+    """Return a recording that ignores later changes of the inputs."""
     return Recording(lambda: None, run())
 
 

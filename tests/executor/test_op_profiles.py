@@ -42,7 +42,7 @@ def test_products_take_the_hypot_of_arithmetic_and_reading() -> None:
 
 
 def test_the_rest_of_a_layer_moves_vectors() -> None:
-    """Return the time of a one-layer model; on the A40, whose cache is large for its bandwidth, half of it."""
+    """The A40 takes half of the predicted time, because its cache is large for its bandwidth."""
     checked = 0
     for profile in PROFILES:
         if profile["num_tokens"] < 1024 or profile["gpu"] == "a40" or profile["model"] not in WIDTHS:

@@ -74,7 +74,7 @@ def prefills(tokens: np.ndarray) -> StepShape:
 @each_gpu
 @each_model
 def test_nothing_is_faster_than_the_hardware(gpu: GpuSpec, model: str) -> None:
-    """Return the least time: decodes read their weights and KV once, products run at the datasheet's rate."""
+    """The bounds: decodes read their weights and KV once, and products run at the datasheet's rate."""
     shape, context = work(model), 2000
     share = shape.experts_per_token / shape.num_experts if shape.num_experts else 0.0
     weights = shape.dense.size + shape.head.size + shape.experts.size * (1 - (1 - share) ** COUNTS)

@@ -71,10 +71,10 @@ class Batch:
 
 
 def make_batch(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Batch:
-    """Random tokens in blocks of random order; what no sequence owns is NaN, and tables are padded with a bad id.
+    """Return a batch of random tokens in blocks of random order. Memory outside all sequences is NaN.
 
-    So are the entries of blocks that lie before the window of a sequence's first query: their blocks were given away.
-    The queries are large enough for the softmax to have peaks.
+    Tables are padded with an invalid block id. It also replaces the blocks before the window of a sequence's first
+    query, because a server frees these blocks. The queries are large enough for the softmax to have peaks.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -17,8 +17,10 @@ from llmsched.kernels.cpu.compiled import directory_of, jit
 
 
 def tolerance(dtype: torch.dtype, largest_value: float) -> float:
-    """float32: 1e-5. Half types: the output is rounded once (half a unit of at most largest_value) and a product may
-    round the weights, which add up to 1, by half a unit each; twice that for luck's sake."""
+    """Return the largest difference allowed: 1e-5 in float32, two units of `largest_value` in half types.
+
+    In half types, rounding of the output and of the softmax weights, which add up to 1, makes half a unit each.
+    """
     return 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps * largest_value
 
 
@@ -77,7 +79,7 @@ def test_chunk_longer_than_a_query_tile() -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    """Whole numbers, so that scores of tens of thousands are exact and their differences too."""
+    """Use whole numbers, so that scores of tens of thousands and their differences are exact."""
     batch = make_batch(Shape("", MIXED))
     tensors = (batch.query.round(), batch.key_cache.round(), *batch.tensors[2:])
     batch.options["scale"] = 256.0

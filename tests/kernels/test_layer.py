@@ -19,7 +19,7 @@ TOKENS = (1, 3, 300)
 
 
 def tolerance(dtype: torch.dtype, largest: float = 8.0) -> float:
-    """float32: 1e-5. Half types: results that differ by float32's rounding may round to neighbours."""
+    """Return the largest difference allowed: 1e-5 in float32, one unit of `largest` in half types."""
     return 1e-5 if dtype == FLOAT32 else largest * torch.finfo(dtype).eps
 
 

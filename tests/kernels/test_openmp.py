@@ -26,7 +26,7 @@ def visit(pointer: Any) -> None:
 
 
 def visits(*, parallel: bool) -> tuple[int, list[int]]:
-    """Return the number of threads that `run` said, and how often each of up to 64 threads ran the body."""
+    """Return the number of threads that `run` reported, and how often each of up to 64 threads ran the body."""
     counts = np.zeros(64, np.intp)
     arguments = Arguments(counts.ctypes.data)
     openmp.run(visit, arguments, parallel=parallel)

@@ -159,12 +159,12 @@ def test_a_flat_vocabulary_of_many_chunks(along: str) -> None:
 
 
 def test_rounding_of_the_logits_changes_hardly_any_draw() -> None:
-    """Of 2,000 draws from a flat distribution over 49,152 tokens, noise of 1e-6 may change 2.
+    """Relative noise of 1e-6 may change at most 2 of 2,000 draws from a flat distribution over 49,152 tokens.
 
-    A draw changes if the two best of either race are within the noise, of 1e-5 here as logits are about 10: expected
-    are less than 0.1 draws. The noise of a repeated computation is not independent from token to token: one kind is,
-    the other has one sign on the first half of the vocabulary, as where hidden states differ. The inverse of the
-    cumulative distribution, on the same logits, moves with the second.
+    The logits are about 10, so the noise is 1e-5. A draw changes only if the two best tokens of a race differ by less;
+    fewer than 0.1 such draws are expected. One kind of noise is independent for each token. The other, "tilt", has one
+    sign in the first half of the vocabulary, as if hidden states differed. To show that draws could change, the test
+    also samples by the inverse of the cumulative distribution, which is sensitive to the tilt.
     """
     generator = torch.Generator().manual_seed(6)
     logits = 10 + torch.randn(49152, generator=generator) * 0.1

@@ -56,8 +56,10 @@ def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) 
 
 
 def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
-    """Compile for a GPU that is not there. What a launch would find out of its arguments is said here: the addresses of
-    floating-point tensors and the strides divide by 16."""
+    """Compile a kernel for a GPU that this machine lacks.
+
+    As a launch would find out, addresses of floating-point tensors and strides are multiples of 16.
+    """
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     divisible = {
@@ -235,7 +237,7 @@ Launch = tuple[str, Any, list[Any], dict[str, Any]]
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Name, grid, tensors' shapes and other arguments of each launch, and the kernel: up to where a GPU is needed."""
+    """Return a list that gets the kernel, grid, tensor shapes and other arguments of each launch. No kernel runs."""
     found: list[Launch] = []
     launch = triton.runtime.jit.JITFunction.run
 

@@ -17,7 +17,7 @@ def scheduled(harness: Harness) -> int:
 
 @MODES
 def test_a_long_prompt_does_not_go_round_in_circles(swap: dict[str, object]) -> None:
-    """There, a request was admitted for its next chunk, ran out of memory, was preempted and restarted, endlessly."""
+    """The fault: a request was admitted for a chunk, ran out of memory, was preempted and restarted, endlessly."""
     harness = Harness(40, budget=64, **swap)
     first = harness.add(make_request("A", tokens(400), 100))
     for _ in range(10):
@@ -51,7 +51,7 @@ def test_a_victim_that_was_due_in_the_same_step(caching: bool, swap: dict[str, o
 
 @MODES
 def test_thirty_in_a_pool_for_a_few_advance_in_each_step(swap: dict[str, object]) -> None:
-    """There, the victim was put at the front of the queue and considered again, endlessly."""
+    """The fault: the victim was put at the front of the queue and considered again, endlessly."""
     harness = Harness(20, budget=256, max_num_seqs=30, output_prediction="none", **swap)
     requests = [harness.add(make_request(f"r{i:02}", tokens(32, seed=i), 128, arrival=0.0)) for i in range(30)]
     while harness.scheduler.has_work():

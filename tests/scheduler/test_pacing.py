@@ -1,4 +1,4 @@
-"""Default pace of prefills: steps in which requests decode stay short, and nobody pays for that without bound."""
+"""Default pace of prefills: steps in which requests decode stay short, and the delay of prefills is bounded."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_truncation_and_padding_of_the_file_are_ignored() -> None:
 
 
 def test_empty_prompt(tiny: Tokenizer) -> None:
-    """With a BOS it is one token, without one none."""
+    """An empty prompt has one token if the tokenizer adds BOS, else none."""
     assert tiny.encode("") == [0]
     assert Tokenizer(build_tokenizer()).encode("") == []
 

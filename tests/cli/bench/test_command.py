@@ -151,7 +151,7 @@ def test_a_server_that_fails_or_hangs(command: CommandLine, answer: Answer, reas
 
 
 def test_a_listener_that_never_answers(command: CommandLine) -> None:
-    """It takes connections and says nothing, not even to the look-up of its models."""
+    """The listener accepts connections but answers no request, not even the one for its models."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         outcome = command("bench", url, "--num-prompts", "2", "--timeout", "200ms", "--json")

@@ -76,7 +76,7 @@ def test_a_flag_that_every_variant_overrides_is_refused() -> None:
 
 
 def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> RunRecord:
-    """Return requests, each scheduled at the first time, with its token and end at the second."""
+    """Return a run. Each pair has the time when a request is due, and the time of its only token and its end."""
     records = [
         RequestRecord(index, scheduled=due, ready=due, sent=due, end=end, chunks=[Chunk(end, "x", 1)])
         for index, (due, end) in enumerate(times)

@@ -51,7 +51,7 @@ def test_lower_bound_equal_to_the_upper_one(at: float, verdict: str) -> None:
 @pytest.mark.parametrize("at", [3, 3.1, 10, 47.9, 48, 88, 89.99])
 @pytest.mark.parametrize("tolerance", [0.01, 0.1, 0.5])
 def test_the_knee_is_found_within_the_tolerance_and_inside_the_bounds(at: float, tolerance: float) -> None:
-    """No trial outside the bounds, and none repeated but for the two that are the answer."""
+    """All rates are within the bounds, and only the two rates of the answer are tried twice."""
     knee = search(step(at), 3, 90, tolerance=tolerance)
     assert knee.verdict == "found"
     assert knee.rate <= at < knee.missed <= knee.rate * (1 + tolerance) * (1 + 1e-12)
@@ -119,6 +119,5 @@ def test_a_noisy_gradual_decline_is_found_approximately() -> None:
     "bad", [{"low": 0}, {"low": math.nan}, {"low": 3}, {"high": math.inf}, {"attainment": 0}, {"tolerance": 0}]
 )
 def test_wrong_goals_are_refused(bad: dict[str, float]) -> None:
-    """Among them reversed bounds."""
     with pytest.raises(LlmschedError, match="must "):
         KneeGoal(**{"low": 1, "high": 2, **bad})

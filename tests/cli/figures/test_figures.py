@@ -104,7 +104,7 @@ def test_without_usage_the_token_count_is_marked_as_an_estimate() -> None:
 
 
 def test_token_counts_per_chunk_are_used() -> None:
-    """Chunks have 1, 3 and 2 tokens, one of them no text; usage comes with each and again at the end."""
+    """Chunks have 1, 3 and 2 tokens, and one has no text. Each chunk and the end of the stream have a usage."""
     parts = [
         (0.1, token("", **usage(0))),
         (0.2, token("a", **usage(1))),
@@ -288,9 +288,9 @@ def test_steady_tokens_per_second_of_requests_in_lockstep() -> None:
 
 
 def test_ramp_up_and_drain_are_trimmed() -> None:
-    """19 short answers at 10/s that take 0.55 s each, then a long one that runs alone.
+    """19 short requests arrive at 10/s and take 0.55 s each; then a long one runs alone.
 
-    The level begins after the median E2E and ends with the first end after the last was sent (at 1.9 s).
+    The steady state begins after the median E2E. It ends with the first request that ends after 1.9 s, the last start.
     """
     scripts = [steady(5, 0.15, 0.1)] * 19 + [steady(50, 0.15, 0.1)]
     work = replace(ONE, num_prompts=20, request_rate=10.0, arrivals="constant")

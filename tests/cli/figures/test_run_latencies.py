@@ -21,7 +21,7 @@ def test_the_same_samples_have_the_same_interval_in_any_unit() -> None:
 
 
 def test_it_holds_the_true_p99_about_as_often_as_it_says_and_is_no_wider_than_that_takes() -> None:
-    """95 % of 200 samples of 2,000 exponential values each; by chance alone 89 % is below one in 10,000.
+    """About 95 % of 200 intervals from 2,000 exponential values hold it; by chance less than 89 % in 1 of 10,000 runs.
 
     The standard error of a P99 is sqrt(0.01 x 0.99 / n) / density, and the density there is 0.01.
     """
@@ -33,7 +33,7 @@ def test_it_holds_the_true_p99_about_as_often_as_it_says_and_is_no_wider_than_th
 
 
 def test_samples_of_one_request_are_not_independent() -> None:
-    """30 slow gaps among 2,000: all in one request of 40, which might not have been there, or one in each of 30."""
+    """30 of 2,000 gaps are slow. If all are in one request, a similar run might have had none of them."""
     alike = [[1.0] * 50 for _ in range(40)]
     one = [[9.0] * 30 + [1.0] * 20, *alike[1:]]
     spread = [[9.0] + [1.0] * 49 if index < 30 else gaps for index, gaps in enumerate(alike)]

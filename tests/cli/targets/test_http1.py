@@ -89,8 +89,8 @@ def test_a_malformed_head_is_quoted() -> None:
 class Outcome:
     """Results of successive requests on one transport, to a server that answers with these bytes.
 
-    None in `answers`: the server closes the connection when the request comes. After an answer that does not say how
-    long it is, it closes it too.
+    If an answer is None, the server closes the connection when the request comes. It also closes the connection after
+    an answer that does not state its length.
     """
 
     def __init__(self, answers: Sequence[bytes | None], *, close_after: bool = False) -> None:
@@ -182,7 +182,7 @@ def test_excess_bytes_after_an_answer_are_not_the_next_answer(answer: bytes) -> 
 
 @pytest.mark.parametrize("header", [b"", b"Connection: close\r\n", b"connection:keep-alive, close\r\n"])
 def test_a_server_may_close_the_connection_between_requests(header: bytes) -> None:
-    """With or without an announcement."""
+    """A header may announce this or not."""
     answer = OK + header + b"Content-Length: 1\r\n\r\na"
     outcome = Outcome([answer, answer], close_after=not header)
     assert (outcome.results, outcome.connections) == ([(200, b"a")] * 2, 2)

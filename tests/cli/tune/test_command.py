@@ -90,7 +90,7 @@ def test_the_table_says_what_was_chosen_and_where_it_is(tune: Callable[..., Outc
 def test_without_an_slo_nothing_is_written_unasked(
     tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is optimised and where the profile goes is said first; it is written after a question on a terminal."""
+    """The command first says what it optimises and where the profile goes. On a terminal, it asks before it saves."""
     outcome = tune(*ONE)
     assert outcome.code == 0
     goal, place = outcome.err.splitlines()[:2]
@@ -116,7 +116,7 @@ def test_without_an_slo_nothing_is_written_unasked(
 
 
 def test_a_busy_machine_is_named(tune: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the words of bench."""
+    """The warning is worded as in `bench`."""
     monkeypatch.setattr(runners, "others_cpu", lambda this: 0.6)
     outcome = tune(*ONE)
     assert "runs may be too slow, because this machine was busy with other work, which used up to 60%" in outcome.err

@@ -59,7 +59,7 @@ def test_a_setting_far_above_an_slo_is_pruned() -> None:
 
 
 def test_a_setting_within_a_factor_of_two_of_an_slo_is_measured() -> None:
-    """1,177 ms predicted is not far above 800 ms."""
+    """A prediction of 1,177 ms is not far above an SLO of 800 ms."""
     slo = Slo(itl=0.8)
     predicted = said({A: 100.0, B: 110.0, C: 120.0}, at_32=0.1, at_64=0.2, at_128=1.177)
     assert hopeless([C], predicted, measured({A: 100.0, B: 110.0}, slo, at_32=0.1, at_64=0.2)) == {}

@@ -105,7 +105,7 @@ def tune(command: CommandLine) -> Callable[..., Outcome]:
 
 
 def test_a_light_load_is_judged_at_the_knee(tune: Callable[..., Outcome]) -> None:
-    """4 requests/s cannot tell 128 from 2,048 tokens a step; the rate that each can serve does."""
+    """At 4 requests/s, steps of 128 and of 2,048 tokens perform alike, but their knees differ."""
     report = tune("--json").json
     rates, best = report["rates"], report["best"]["max_num_batched_tokens"]
     assert best >= 1024
@@ -226,7 +226,7 @@ def test_a_load_that_every_rate_meets_is_too_light() -> None:
 
 
 def test_without_time_the_default_stays() -> None:
-    """The search ends at its limit, in the middle of a run, and the default's row is there."""
+    """The search ends at its limit, in the middle of a run, and still reports on the default."""
     machine = Capacity({SMALL: 5.0, MIDDLE: 61.0, DEFAULT: 40.0}, seconds=10.0)
     best, chooser = chosen(machine, time_limit=35.0)
     assert best == DEFAULT
