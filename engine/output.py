@@ -23,7 +23,7 @@ class OutputStream:
         self.request = request
         self.group_id = group_id
         self.index = index
-        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens, sampling.shown_token_ids)
         self._stops = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
         self._prompt_logprobs_due = sampling.prompt_logprobs is not None

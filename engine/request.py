@@ -45,6 +45,7 @@ class SamplingParams:
     logprobs: int | None = None  # k returns log-probabilities of the chosen token and of the k most likely tokens
     prompt_logprobs: int | None = None  # the same for each token of the prompt
     skip_special_tokens: bool = True
+    shown_token_ids: frozenset[int] = frozenset()  # special tokens that the text has nevertheless
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:

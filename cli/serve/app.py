@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -37,6 +38,7 @@ from llmsched.cli.serve.sse_response import EventStream
 from llmsched.cli.serve.tokenize_routes import tokenize_routes
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
+from llmsched.engine.text.parsers.notation import Notation, find_notation
 
 T = TypeVar("T")
 R = TypeVar("R", bound=ModelRequest)
@@ -47,13 +49,21 @@ _SMALL_BYTES = 64 << 10
 
 
 def build_app(
-    engine: AsyncEngine, model_name: str, access: Access | None = None, limits: HttpLimits | None = None
+    engine: AsyncEngine,
+    model_name: str,
+    access: Access | None = None,
+    limits: HttpLimits | None = None,
+    notation: Notation | None = None,
 ) -> ASGIApp:
-    """Return the ASGI application that serves `engine`. `access` does not apply to /, /health and /metrics."""
+    """Return the ASGI application that serves `engine`. `access` does not apply to /, /health and /metrics.
+
+    `notation` says how the model writes tool calls and reasoning (default: as its chat template does).
+    """
     access = access or Access()
     app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_open_routes(engine, has_key=access.api_key is not None))
-    served = _ServedModel(engine, model_name, limits or HttpLimits())
+    notation = notation or find_notation(engine.core.tokenizer)
+    served = _ServedModel(engine, model_name, limits or HttpLimits(), notation)
     for router in (
         _model_routes(served),
         tokenize_routes(engine.core, served.preparer, served.prepare),
@@ -123,6 +133,14 @@ def _model_routes(served: _ServedModel) -> APIRouter:
         served.check_model(name)
         return json_response(served.card())
 
+    @router.get("/version")
+    async def show_version() -> Response:
+        return json_response({"version": version("llmsched")})
+
+    @router.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise ApiError(404, "this server generates text and computes no embeddings; ask a server of an embedding model")
+
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await served.answer(request, CompletionRequest, served.preparer.completion, CompletionFormat)
@@ -135,9 +153,9 @@ def _model_routes(served: _ServedModel) -> APIRouter:
 
 
 class _ServedModel:
-    def __init__(self, engine: AsyncEngine, model_name: str, limits: HttpLimits) -> None:
+    def __init__(self, engine: AsyncEngine, model_name: str, limits: HttpLimits, notation: Notation) -> None:
         self.limits = limits
-        self.preparer = Preparer(engine.core)
+        self.preparer = Preparer(engine.core, notation)
         self.answer_ids = AnswerIds()
         self._engine = engine
         self._model_name = model_name

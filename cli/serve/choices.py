@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from llmsched.cli.serve.parsed_output import CallDelta, ParsedOutput
 from llmsched.cli.serve.prompt_preparation import PreparedPrompt
 from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from llmsched.engine.request import RequestOutput, TokenLogprob
+from llmsched.engine.request import FinishReason, RequestOutput, TokenLogprob
 from llmsched.engine.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -74,9 +75,17 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
 
     def add(self, later: ChoiceDelta) -> None:
         self.text += later.text
+        self.reasoning += later.reasoning
+        for call in later.calls:
+            if call.id is None:
+                self.calls[-1].arguments += call.arguments
+            else:
+                self.calls.append(call)
         self.token_ids += later.token_ids
         for key, values in (later.logprobs or {}).items():
             assert self.logprobs is not None
@@ -97,9 +106,8 @@ class ChoiceFormat(ABC):
     whole_object = ""
     chunk_object = ""
 
-    @property
-    def has_only_text(self) -> bool:
-        """True if all chunks of a stream, except the first and the last of each choice, contain nothing but text."""
+    def has_only_text(self, index: int) -> bool:
+        """Return True if the chunks of choice `index` from now on, except the last, contain nothing but text."""
         return not (self.request.return_token_ids or self.has_logprobs)
 
     @property
@@ -131,7 +139,9 @@ class ChoiceFormat(ABC):
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """Return the delta as a choice for a chunk of a stream, or None if the delta adds nothing."""
-        has_content = delta.text or delta.finish_reason or any((delta.logprobs or {}).values())
+        has_content = any(
+            (delta.text, delta.reasoning, delta.calls, delta.finish_reason, *(delta.logprobs or {}).values())
+        )
         if not has_content and not (self.request.return_token_ids and delta.token_ids):
             return None
         return self.choice(delta, whole=False)
@@ -207,6 +217,7 @@ class ChatFormat(ChoiceFormat):
     """Format of /v1/chat/completions: messages, and log-probabilities as one object per token."""
 
     request: ChatRequest
+    outputs: dict[int, ParsedOutput | None] = field(default_factory=dict)
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -216,17 +227,36 @@ class ChatFormat(ChoiceFormat):
     def has_logprobs(self) -> bool:
         return bool(self.request.logprobs)
 
+    def has_only_text(self, index: int) -> bool:
+        output = self.outputs.get(index)
+        return (output is None or output.is_plain) and ChoiceFormat.has_only_text(self, index)
+
     def opening(self) -> Iterable[dict[str, Any]]:
         for index in range(self.request.n or 1):
             delta = {"role": "assistant", "content": ""}
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def content(self, delta: ChoiceDelta, whole: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            fields["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            fields["tool_calls"] = [call.body(whole) for call in delta.calls]
         if whole:
-            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
-        return {"delta": {"content": delta.text} if delta.text else {}}
+            empty = None if delta.calls else ""
+            return {"message": {"role": "assistant", "content": empty, "refusal": None} | fields}
+        return {"delta": fields}
 
     def add_details(self, delta: ChoiceDelta, output: RequestOutput, prompt: PreparedPrompt | None) -> None:
+        if prompt is not None:
+            parser = prompt.make_parser()
+            most_calls = 1 if self.request.parallel_tool_calls is False else None
+            self.outputs[delta.index] = None if parser is None else ParsedOutput(parser, most_calls)
+        if (parsed := self.outputs[delta.index]) is not None:
+            is_last = delta.finish_reason is not None
+            delta.reasoning, delta.text, delta.calls = parsed.divide(delta.text, is_last)
+            if parsed.num_calls and delta.finish_reason == FinishReason.STOP:
+                delta.finish_reason = "tool_calls"
         if self.has_logprobs:
             rows = zip(output.logprobs or [], output.pieces, strict=True)
             delta.logprobs = {"content": [self._row(entry, piece) for entry, piece in rows]}

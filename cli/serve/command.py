@@ -7,7 +7,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -20,6 +20,9 @@ from llmsched.engine.errors import ConfigError, setting
 if TYPE_CHECKING:
     from llmsched.cli.serve.access import Access
     from llmsched.engine.core import Engine
+
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "harmony", "none"]
+ReasoningParser = Literal["auto", "think", "mistral", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,17 @@ class ServerFlags:
         str | None,
         typer.Option(help="Name of the model in requests and answers.", show_default="MODEL"),
     ] = None
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        typer.Option(help="Notation in which the model writes tool calls; auto asks its chat template."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        typer.Option(
+            help="Texts around reasoning, which answers have in reasoning_content: think is <think> and </think>, "
+            "mistral is [THINK] and [/THINK], none leaves reasoning in the content; auto asks the chat template."
+        ),
+    ] = "auto"
     profile: Annotated[
         str | None,
         typer.Option(metavar="NAME|PATH", help="Settings saved by `llmsched tune`; flags override them."),
@@ -178,7 +192,9 @@ async def _serve(
     from llmsched.cli.serve.lifecycle import EXIT_S, Server
     from llmsched.cli.serve.status_line import log_status
     from llmsched.engine.service import AsyncEngine
+    from llmsched.engine.text.parsers.notation import find_notation
 
+    notation = find_notation(engine.tokenizer, flags.tool_call_parser, flags.reasoning_parser)
     name = flags.served_model_name or engine.model.name
     service = AsyncEngine(engine, step_timeout_s=flags.step_timeout)
     service.start()
@@ -195,7 +211,7 @@ async def _serve(
 
     status = asyncio.create_task(log_status(service, flags.status_interval)) if flags.status_interval else None
     server = Server(
-        build_app(service, name, access, limits),
+        build_app(service, name, access, limits, notation),
         service,
         limits,
         grace_s=flags.grace_period,

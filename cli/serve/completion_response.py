@@ -155,7 +155,7 @@ class CompletionResponse:
             self._latest[choice] = output
             return frame[0] + json_line(output.text) + frame[1] if output.text else b""
         delta = self._delta(prompt_index, output)
-        if self._format.has_only_text and not self._usage_so_far:
+        if self._format.has_only_text(delta.index) and not self._usage_so_far:
             self._frames[choice] = self._frame(delta.index)
         content = self._format.chunk(delta)
         return b"" if content is None else self._chunk([content])

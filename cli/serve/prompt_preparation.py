@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -18,7 +19,12 @@ from llmsched.cli.serve.protocol import (
 from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.parsers.notation import Notation
+from llmsched.engine.text.parsers.output_parser import OutputParser
 from llmsched.engine.text.tokenizer import check_unicode
+
+#: Tokens at the end of a prompt in which the beginning of reasoning is looked for.
+_PROMPT_END = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +32,14 @@ class PreparedPrompt:
     token_ids: list[int]
     text: str | None  # None if the client sent token ids or messages
     sampling: SamplingParams
+    make_parser: Callable[[], OutputParser | None] = lambda: None  # for one choice; None: its text is content
 
 
 class Preparer:
     """Converter of requests to token ids and sampling parameters. It is slow, so use it in threads."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, notation: Notation | None = None) -> None:
+        self._notation = notation or Notation()
         self._check = engine.check
         self._tokenizer = engine.tokenizer
         self._max_model_len = engine.config.max_model_len
@@ -43,16 +51,45 @@ class Preparer:
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
         for prompt in request.prompt:
-            token_ids = self.token_ids(prompt, request.parse_special is not False)
+            truncates = request.truncate_prompt_tokens is not None
+            token_ids = self.token_ids(prompt, request.parse_special is not False, any_length=truncates)
+            token_ids = self._truncated(token_ids, request)
             sampling = self._sampling(request, len(token_ids), request.default_max_tokens, extra)
             self._check(token_ids, sampling)
-            yield PreparedPrompt(token_ids, prompt if isinstance(prompt, str) else None, sampling)
+            yield PreparedPrompt(token_ids, prompt if isinstance(prompt, str) and not truncates else None, sampling)
 
     def chat(self, request: ChatRequest) -> Iterator[PreparedPrompt]:
         """Yield the one tokenised prompt of a chat. Raises RequestError if it cannot be served."""
-        token_ids = self.chat_ids(dumped(request.messages), request.template_kwargs())
-        extra = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
-        yield PreparedPrompt(token_ids, None, self._sampling(request, len(token_ids), self._max_model_len, extra))
+        options = request.template_kwargs()
+        if request.reasoning_effort is not None:
+            options = self._effort_options(request.reasoning_effort) | options
+        if request.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice", 'tool_choice must be "auto" or "none"; this server cannot force a call')
+        functions = {tool.function.name: tool.function.parameters or {} for tool in request.callable_tools()}
+        if functions and self._notation.call_parser is None:
+            raise RequestError(
+                "tools",
+                "this server knows no notation for this model's tool calls, or runs with --tool-call-parser none; "
+                'leave tools out, or set tool_choice to "none"',
+            )
+        truncates = request.truncate_prompt_tokens is not None
+        token_ids = self._truncated(self.chat_ids(dumped(request.messages), options, any_length=truncates), request)
+        end = self._tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
+        make_parser = partial(self._notation.parser, functions, opened=self._notation.opens_reasoning(end))
+        extra: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
+        if make_parser() is not None:
+            extra["shown_token_ids"] = self._notation.shown_ids
+        sampling = self._sampling(request, len(token_ids), self._max_model_len, extra)
+        yield PreparedPrompt(token_ids, None, sampling, make_parser)
+
+    def _effort_options(self, effort: str) -> dict[str, Any]:
+        """Return the options that stand for reasoning_effort. Raises RequestError if the chat template has none."""
+        template = self._tokenizer.chat_template or ""
+        if "reasoning_effort" in template:
+            return {"reasoning_effort": effort}
+        if "enable_thinking" in template:
+            return {"enable_thinking": effort != "none"}
+        raise RequestError("reasoning_effort", "this model's chat template does not support it; leave it out")
 
     def prefix(self, request: PrefixRequest) -> Iterator[list[int]]:
         """Yield the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
@@ -72,22 +109,41 @@ class Preparer:
         one, two = (self.chat_ids([*messages, {"role": "user", "content": text}], options) for text in "ab")
         yield [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
 
-    def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """Return the token ids of a chat. Raises RequestError if the chat cannot fit or the template refuses it."""
+    def chat_ids(
+        self, messages: list[dict[str, Any]], options: dict[str, Any], *, any_length: bool = False
+    ) -> list[int]:
+        """Return the token ids of a chat.
+
+        Raises RequestError if the template refuses the chat or, unless `any_length`, if the chat cannot fit.
+        """
 
         def check(text: str) -> None:
-            self._refuse_surely_too_long(text, "messages")
+            if not any_length:
+                self._refuse_surely_too_long(text, "messages")
 
         return render_chat(self._tokenizer, messages, check, **options)
 
-    def token_ids(self, prompt: Prompt, parse_special: bool = True, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt. Raises RequestError if the prompt cannot fit or is not valid Unicode."""
+    def token_ids(
+        self, prompt: Prompt, parse_special: bool = True, add_special_tokens: bool = True, *, any_length: bool = False
+    ) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises RequestError if the prompt is not valid Unicode or, unless `any_length`, if it cannot fit.
+        """
         if not isinstance(prompt, str):
             return prompt
         check_unicode(prompt, "prompt")
-        self._refuse_surely_too_long(prompt, "prompt")
+        if not any_length:
+            self._refuse_surely_too_long(prompt, "prompt")
         text = prompt if parse_special else self._tokenizer.escape(prompt)
         return self._tokenizer.encode(text, add_special_tokens, escaped=not parse_special)
+
+    def _truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
+        """Return the last tokens, as many as truncate_prompt_tokens allows."""
+        most = request.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self._max_model_len - max(1, request.most_tokens or 0))
+        return token_ids if most is None else token_ids[max(0, len(token_ids) - most) :]
 
     def _refuse_surely_too_long(self, text: str, param: str) -> None:
         at_least = self._tokenizer.least_tokens(text)

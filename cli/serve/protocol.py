@@ -22,8 +22,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
+from llmsched.cli.serve.tool_fields import NamedFunction, Tool, ToolChoice, check_tools
 from llmsched.engine.errors import RequestError
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.request import MAX_LOGPROBS, SamplingParams
 
 #: Most choices (prompts x n) of a request, by default.
 MAX_CHOICES = 1024
@@ -151,6 +152,8 @@ class GenerationRequest(ModelRequest):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
+    #: Keep only the last tokens of a prompt, at most so many; -1: as many as the context has room for.
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
 
     # Accepted and ignored: OpenAI's bookkeeping fields and cache hints.
     user: Any = None
@@ -181,7 +184,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     #: Accepted only if it equals n, because then it changes nothing.
     best_of: Int | None = None
     #: Special tokens in a prompt become these tokens. Default: true.
@@ -255,11 +258,15 @@ class TemplateOptions(Schema):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    #: Functions that the model may call.
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
     def template_kwargs(self) -> dict[str, Any]:
         """Return the options of render_chat. Raises RequestError if a field contradicts chat_template_kwargs."""
         names = ("add_generation_prompt", "continue_final_message", "parse_special")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.tools:
+            given["tools"] = [tool.shown() for tool in self.tools]
         options = self.chat_template_kwargs or {}
         for name in given.keys() & options.keys():
             if given[name] != options[name]:
@@ -271,23 +278,39 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {
-        "tools": [],
-        "tool_choice": "none",
         "functions": [],
         "function_call": "none",
         "response_format": {"type": "text"},
         "modalities": ["text"],
         "audio": None,
         "prediction": None,
-        "reasoning_effort": None,
         "verbosity": None,
         "web_search_options": None,
     }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tool_choice: ToolChoice = None
+    #: False: at most one call.
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the model may call."""
+        tools = self.tools or []
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, NamedFunction):
+            return [tool for tool in tools if tool.function.name == self.tool_choice.name]
+        return tools
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the options of render_chat. With tool_choice "none", the model sees no tools."""
+        options = super().template_kwargs()
+        if self.tools and self.tool_choice == "none":
+            del options["tools"]
+        return options
 
 
 class PrefixRequest(ModelRequest):
@@ -380,6 +403,8 @@ def _check_combinations(request: GenerationRequest, max_choices: int) -> None:
         raise RequestError("best_of", f"best_of is {request.best_of}; it must be equal to n ({n})")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+    if isinstance(request, ChatRequest):
+        check_tools(request.tools or [], request.tool_choice)
 
 
 CLASS_HEADER = "x-llmsched-class"

@@ -17,7 +17,7 @@ from llmsched.engine.errors import RequestError
 class TokenizeRequest(TemplateOptions, ModelRequest):
     """Body of POST /tokenize: a text, or the messages of a chat."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = {"tools": [], "chat_template": None, "mm_processor_kwargs": None}
+    unsupported: ClassVar[Mapping[str, Any]] = {"chat_template": None, "mm_processor_kwargs": None}
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None

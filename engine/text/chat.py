@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -11,8 +10,7 @@ from typing import Any
 
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.tokenizer import Tokenizer, check_unicode
-
-Message = Mapping[str, Any]
+from llmsched.engine.text.tool_messages import Message, calls_as_text, describe_tools, with_objects, with_short_ids
 
 #: Arguments of apply_chat_template that are for the template. The server sets all others itself.
 _FOR_TEMPLATE = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message", "kwargs"})
@@ -20,6 +18,19 @@ _FOR_TEMPLATE = frozenset({"tools", "documents", "add_generation_prompt", "conti
 _PLAIN_ROLES = ("user", "assistant")
 #: Types of content parts -> the key of their text.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+#: Tool with which `shows_tools` tries a template.
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_function",
+        "description": "A function.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_argument": {"type": "string", "description": "An argument."}},
+            "required": ["probe_argument"],
+        },
+    },
+}
 
 
 def render_chat(
@@ -33,10 +44,11 @@ def render_chat(
 ) -> list[int]:
     """Return the token ids of `messages`, followed by the start of the assistant's turn.
 
-    `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template. If `continue_final_message` is
-    True, the token ids end with the text of the last message. Special tokens in messages and in `template_kwargs` are
-    encoded as plain text, unless `parse_special` is True. `check` gets the rendered text before it is encoded, and may
-    raise an exception to refuse it.
+    `template_kwargs` (tools, enable_thinking, ...) are passed to the chat template. Tools, calls and results that it
+    does not show become text, see tool_messages. If `continue_final_message` is True, the token ids end with the text
+    of the last message. Special tokens in messages and in `template_kwargs` are encoded as plain text, unless
+    `parse_special` is True. `check` gets the rendered text before it is encoded, and may raise an exception to refuse
+    it.
 
     Raises RequestError if the model has no chat template, if the template rejects or omits a message, or if
     `template_kwargs` has a keyword that requests may not set.
@@ -54,17 +66,34 @@ def render_chat(
             "continue_final_message",
             "continue_final_message and add_generation_prompt are both true; only one of them can be",
         )
-    shown = _shown(tokenizer, [_flatten(message, position) for position, message in enumerate(messages)], options)
+    flat: list[Message] = [_flatten(message, position) for position, message in enumerate(messages)]
+    if "message.thinking" in tokenizer.chat_template:
+        flat = [_with_thinking(message) for message in flat]
+    if (tools := options.get("tools")) and not shows_tools(tokenizer):
+        flat = describe_tools(flat, tools)
+        del options["tools"]
+    shown = _shown(tokenizer, flat, options)
     if not parse_special:
         shown = [_escaped(tokenizer, message, message.get("role", "user")) for message in shown]
         options = _escaped(tokenizer, options)
-    text = _render(tokenizer, shown, options)
+    text = render_text(tokenizer, shown, options)
     check_unicode(text, "messages")
     check(text)
     return tokenizer.encode(text, add_special_tokens=False, escaped=not parse_special)
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+@lru_cache(maxsize=8)
+def shows_tools(tokenizer: Tokenizer) -> bool:
+    """Return True if the model's chat template shows the tools of a request to the model."""
+    try:
+        text = render_text(tokenizer, [{"role": "user", "content": "x"}], {"tools": [PROBE_TOOL]})
+    except RequestError:
+        return False
+    return str(PROBE_TOOL["function"]["name"]) in text
+
+
+def render_text(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """Return the text that the chat template makes of `messages`. Raises RequestError if it refuses them."""
     from jinja2 import TemplateError
 
     conversation: Any = list(messages)
@@ -110,7 +139,7 @@ def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
     chat = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
     for messages in (chat, chat[1:]):
         with suppress(RequestError):
-            return tokenizer.written_tokens(_render(tokenizer, messages, {"add_generation_prompt": True}))
+            return tokenizer.written_tokens(render_text(tokenizer, messages, {"add_generation_prompt": True}))
     return []
 
 
@@ -127,7 +156,7 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
         return messages
     problem: RequestError | None = None
     for form in _forms(messages, knows_developers="developer" in (tokenizer.chat_template or "")):
-        for variant in ([_with_objects(message) for message in form], form):
+        for variant in _variants(form):
             try:
                 _check_shown(tokenizer, variant, options)
                 return variant
@@ -137,8 +166,19 @@ def _shown(tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, 
     raise problem
 
 
+def _variants(form: list[Message]) -> Iterator[list[Message]]:
+    """Yield versions of `form` for templates that expect the arguments or the ids of tool calls in another form."""
+    if all(map(_is_plain, form)):
+        yield form
+        return
+    objects = [with_objects(message) for message in form]
+    yield objects
+    yield form
+    yield [with_short_ids(message) for message in objects]
+
+
 def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[Message]]:
-    """Yield versions of `messages` for templates that support fewer and fewer roles.
+    """Yield versions of `messages` for templates that support fewer and fewer roles, and at last no tools.
 
     If `knows_developers` is True, the first version is `messages` itself.
     """
@@ -154,6 +194,8 @@ def _forms(messages: list[Message], *, knows_developers: bool) -> Iterator[list[
         if as_system[0].get("role") == "system":
             yield [as_system[0], *_in_user_turns(as_system[1:])]
         yield _in_user_turns(as_system)
+    if not all(map(_is_plain, messages)):
+        yield from _forms(calls_as_text(messages), knows_developers=knows_developers)
 
 
 def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
@@ -170,20 +212,6 @@ def _in_user_turns(messages: Sequence[Message]) -> list[Message]:
             turns.append({**message, "role": "user"} if is_system else message)
         after_system = is_system
     return turns
-
-
-def _with_objects(message: Message) -> Message:
-    """Parse the arguments of tool calls from JSON, because most templates expect objects."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call["function"])
-        with suppress(TypeError, ValueError):
-            if isinstance(arguments := json.loads(function.get("arguments") or "{}"), dict):
-                function["arguments"] = arguments
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
 
 
 def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
@@ -205,7 +233,7 @@ def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Map
                 for call, name in zip(calls, names, strict=True)
             ]
         marked.append({**message, **changes})
-    text = _render(tokenizer, marked, options)
+    text = render_text(tokenizer, marked, options)
     for word, what in words.items():
         if word not in text:
             raise RequestError(
@@ -213,6 +241,13 @@ def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Map
                 f"this model's chat template does not support {what}: it leaves them out of the prompt; "
                 "send their content in a user message",
             )
+
+
+def _with_thinking(message: Message) -> Message:
+    """Rename the reasoning as the template of gpt-oss, which allows none beside content, expects it."""
+    renamed = dict(message)
+    reasoning = renamed.pop("reasoning_content", None)
+    return {**renamed, "thinking": reasoning} if reasoning and not message["content"] else renamed
 
 
 def _flatten(message: Message, position: int) -> dict[str, Any]:

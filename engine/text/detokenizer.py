@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Collection
 
 from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 
@@ -10,7 +11,8 @@ from llmsched.engine.text.tokenizer import BYTE_TOKEN, Tokenizer
 class Detokenizer:
     """Incremental detokenizer of one output.
 
-    The texts from `push(...)` and `flush()` together equal `tokenizer.decode(ids, skip_special_tokens)`.
+    The texts from `push(...)` and `flush()` together equal `tokenizer.decode(ids, skip_special_tokens)`, except that
+    the special tokens in `shown_ids` are never skipped.
     """
 
     # For a byte-level tokenizer, the text is the bytes of all tokens, decoded as UTF-8. The tokenizers library gives
@@ -21,8 +23,11 @@ class Detokenizer:
     # (<0xE2> <0x82> <0xAC>) as a whole, and writes one U+FFFD per byte if the run is not valid UTF-8. So `push` holds
     # back a run until another token ends it.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, shown_ids: Collection[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.byte_level else None
         self._context: list[int] = []
@@ -31,7 +36,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add the next token. Return the new text that later tokens cannot change."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._shown_ids:
             return ""
         if self._utf8 is not None:
             return self._utf8.decode(self._tokenizer.token_bytes(token_id))

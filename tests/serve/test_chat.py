@@ -190,14 +190,6 @@ def test_a_final_message_is_continued(http: httpx.Client, server: ScriptedServer
     assert answer.json()["error"]["param"] == "continue_final_message"
 
 
-def test_tool_histories_without_a_place_in_the_template_are_refused(http: httpx.Client) -> None:  # N04
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    history = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    answer = http.post(PATH, json={"messages": [*history, {"role": "tool", "content": "x", "tool_call_id": "1"}]})
-    assert answer.status_code == 400
-    assert "does not support tool messages" in answer.json()["error"]["message"]
-
-
 # -- the OpenAI client ------------------------------------------------------------------------------------------
 
 

@@ -345,3 +345,27 @@ def test_nothing_is_kept_of_requests_that_ended(http: httpx.Client, monkeypatch:
     objects_after(20)
     before = objects_after(20)
     assert objects_after(60) - before < 60  # less than one object for each pair of requests
+
+
+@pytest.mark.parametrize(("most", "kept"), [(3, "fgh"), (100, "abcdefgh"), (-1, "abcdefgh")])
+def test_prompts_can_be_truncated(http: httpx.Client, server: ScriptedServer, most: int, kept: str) -> None:
+    fields = {"truncate_prompt_tokens": most, "max_tokens": 2, "echo": True, "return_token_ids": True}
+    choice = both(http, "abcdefgh", **fields)
+    assert choice["prompt_token_ids"] == server.ids(kept)
+    assert choice["text"] == f"{kept}ab"
+
+
+def test_a_prompt_longer_than_the_context_can_be_truncated(http: httpx.Client, server: ScriptedServer) -> None:
+    long = "abcdefgh" * 1000
+    assert http.post(PATH, json={"prompt": long}).status_code == 400
+    answer = whole(http, long, truncate_prompt_tokens=-1, max_tokens=12)
+    assert answer["usage"]["prompt_tokens"] == 500
+    chat = {"messages": [{"role": "user", "content": long}], "truncate_prompt_tokens": 7, "max_tokens": 1}
+    assert http.post("/v1/chat/completions", json=chat).json()["usage"]["prompt_tokens"] == 7
+    refused = http.post(PATH, json={"prompt": long, "truncate_prompt_tokens": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_twenty_logprobs(http: httpx.Client) -> None:
+    rows = whole(http, "x", logprobs=20, max_tokens=2)["choices"][0]["logprobs"]["top_logprobs"]
+    assert [len(row) for row in rows] == [20, 20]

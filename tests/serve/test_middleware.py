@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -162,7 +163,17 @@ def test_no_comments_if_they_are_off(make_server: Callable[..., ScriptedServer])
 # -- routes that clients try ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1", "/v1/embeddings", "/chat/completions"])
+def test_version(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": version("llmsched")}
+
+
+def test_embeddings_are_refused_with_a_reason(http: httpx.Client) -> None:
+    answer = http.post("/v1/embeddings", json={"input": "x", "model": "m"})
+    assert answer.status_code == 404
+    assert "computes no embeddings" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1", "/chat/completions"])
 def test_unknown_routes_name_the_known_ones(http: httpx.Client, path: str) -> None:
     answer = http.post(path, json={"model": MODEL, "input": "Hi"})
     assert answer.status_code == 404

@@ -62,7 +62,7 @@ def test_null_is_the_default(field: str) -> None:  # C08
         ("stop_token_ids", ["a"]),
         ("logprobs", True),
         ("logprobs", -1),
-        ("logprobs", 6),
+        ("logprobs", 21),
         ("logprobs", 10**8),
         ("logit_bias", [1]),
         ("logit_bias", {"x": 1}),
@@ -82,6 +82,7 @@ def test_null_is_the_default(field: str) -> None:  # C08
         ("prompt", [1, True]),
         ("prompt", ["a"] * (MAX_CHOICES + 1)),
         ("suffix", "x"),
+        ("truncate_prompt_tokens", -2),
     ],
 )
 def test_completions_refuse_by_name(field: str, value: Any) -> None:  # C07, B19
@@ -149,17 +150,68 @@ def test_harmless_fields_of_the_api_are_taken(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
         ("response_format", {"type": "json_object"}),
         ("modalities", ["audio"]),
-        ("reasoning_effort", "high"),
+        ("functions", [{"name": "f"}]),
     ],
 )
 def test_what_is_not_supported_is_said(field: str, value: Any) -> None:
     error = refusal(chat, **{field: value})
     assert error.param == field
     assert "not supported" in str(error)
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": {}}, "tools", "tools: input should be a valid list"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: this field is required"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools", "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools.0.function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools", "'f' more than once"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", '"none", "auto", "required"'),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", '"none", "auto", "required"'),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "names the function 'g'",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice", "only allowed when tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "only allowed when tools"),
+        ({"tools": [TOOL], "chat_template_kwargs": {"tools": []}}, "tools", "differ"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort", "reasoning_effort"),
+    ],
+)
+def test_tools_that_cannot_be(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields).template_kwargs()
+    assert caught.value.param == param
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "callable_names"),
+    [
+        (None, 2, ["f", "g"]),
+        ("auto", 2, ["f", "g"]),
+        ("required", 2, ["f", "g"]),
+        ({"type": "function", "function": {"name": "g"}}, 2, ["g"]),
+        ("none", None, []),
+    ],
+)
+def test_tool_choice(choice: Any, shown: int | None, callable_names: list[str]) -> None:
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "strict": True, "returns": "x"}}]
+    request = chat(tools=tools, tool_choice=choice)
+    options = request.template_kwargs()
+    assert (len(options["tools"]) if "tools" in options else None) == shown
+    assert [tool.function.name for tool in request.callable_tools()] == callable_names
+    if shown:
+        no_parameters = {"type": "object", "properties": {}}
+        function = {"name": "g", "returns": "x", "parameters": no_parameters}
+        assert options["tools"][1] == {"type": "function", "function": function}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any, Self
 from attacks import ask
 from configs import resolved
 from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
+from tokenizers import AddedToken
 
 from llmsched.cli.serve import lifecycle
 from llmsched.cli.serve.access import Access
@@ -174,6 +175,7 @@ class ScriptedServer(LiveServer):
         *,
         bos: bool = False,
         chat_template: str | None = CHAT_TEMPLATE,
+        special_tokens: tuple[str, ...] = (),
         sampling_defaults: dict[str, float | int] | None = None,
         num_blocks: int = 64,
         access: Access | None = None,
@@ -182,7 +184,9 @@ class ScriptedServer(LiveServer):
         http: HttpLimits | None = None,
         **config: Any,
     ) -> None:
-        tokenizer = Tokenizer(build_tokenizer(bos=bos, chat_template=chat_template))
+        fast = build_tokenizer(bos=bos, chat_template=chat_template)
+        fast.backend_tokenizer.add_special_tokens([AddedToken(text) for text in special_tokens])
+        tokenizer = Tokenizer(fast)
         self.script = Script([tokenizer.encode(chr(ord("a") + i), add_special_tokens=False)[0] for i in range(26)])
         self.executor = ScriptedExecutor(self.script)
         settings = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8} | config

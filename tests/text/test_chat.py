@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import BOS, build_tokenizer
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
+from tool_templates import TOOL_TEMPLATES
 from transformers import PreTrainedTokenizerFast
 
 from llmsched.engine.errors import RequestError
@@ -272,16 +274,71 @@ def test_tool_messages_are_rendered() -> None:
     assert 'weather{"city": "Rome"}' in rendered(tokenizer_with(roles + joins), USER, CALL, TOOL)
 
 
-@pytest.mark.parametrize("template", [DROPS, RAISES, WITH_BOS])
-@pytest.mark.parametrize("messages", [[USER, CALL, TOOL], [USER, TOOL]])
-def test_tool_messages_that_the_template_does_not_show_are_refused(template: str, messages: Any) -> None:
+AS_TEXT = (
+    '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+    "<|im_start|>user\n<tool_response>\n21 degrees\n</tool_response>"
+)
+
+
+@pytest.mark.parametrize("template", [DROPS, RAISES])
+def test_tool_messages_that_the_template_does_not_show_become_text(template: str) -> None:
     tokenizer = tokenizer_with("{% set roles = ['user', 'assistant'] %}" + template)
-    if template == WITH_BOS and messages == [USER, TOOL]:  # any role is a turn
-        assert "<|im_start|>tool\n21 degrees<|im_end|>" in rendered(tokenizer, *messages)
-        return
-    with pytest.raises(RequestError, match="tool messages") as caught:
-        render_chat(tokenizer, messages)
-    assert caught.value.param == "messages"
+    assert AS_TEXT + "<|im_end|>" in rendered(tokenizer, USER, CALL, TOOL)
+    assert AS_TEXT + "\nhello<|im_end|>" in rendered(tokenizer, USER, CALL, TOOL, USER)
+
+
+def test_any_role_is_a_turn_in_a_template_that_writes_any_role() -> None:
+    assert "<|im_start|>tool\n21 degrees<|im_end|>" in rendered(tokenizer_with(WITH_BOS), USER, TOOL)
+    assert AS_TEXT in rendered(tokenizer_with(WITH_BOS), USER, CALL, TOOL)  # it does not write the call
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("first", ["system", "developer", "user"])
+def test_tools_that_the_template_does_not_show_are_described_in_the_system_message(first: str) -> None:
+    messages = [USER] if first == "user" else [{"role": first, "content": "Be brief."}, USER]
+    text = rendered(tokenizer_with(WITH_BOS), *messages, tools=[WEATHER])
+    assert text.startswith(f"{BOS}<|im_start|>system\n{'' if first == 'user' else 'Be brief.'}")
+    assert '<tools>\n{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}\n' in text
+    assert text.endswith("<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n")
+
+
+def test_tools_reach_a_template_that_shows_them() -> None:
+    text = rendered(tokenizer_with(TOOL_TEMPLATES["hermes"]), USER, tools=[WEATHER])
+    assert text.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "weather"')
+    assert "# Tools" not in text
+
+
+def test_special_tokens_in_tools_are_text() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "x<|im_end|>"}}
+    for template in (WITH_BOS, TOOL_TEMPLATES["hermes"]):
+        ids = render_chat(tokenizer_with(template), [USER], tools=[tool])
+        assert ids.count(2) == 2
+        assert "x<|im_end|>" in tokenizer_with(template).decode(ids, skip_special_tokens=False)
+
+
+def test_templates_that_demand_short_ids_get_them() -> None:
+    calls = [{**CALL["tool_calls"][0], "id": name} for name in ("call_0123456789abcdef", "call_fedcba9876543210")]
+    results = [{**TOOL, "tool_call_id": call["id"]} for call in calls]
+    template = TOOL_TEMPLATES["mistral"].replace("{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}")
+    text = rendered(tokenizer_with(template), USER, {**CALL, "tool_calls": calls}, *results)
+    ids = re.findall(r"\[CALL_ID\](\w{9})\[", text)
+    assert len(set(ids)) == 2
+    assert [f"21 degrees{each}<" in text for each in ids] == [True, True]
+
+
+def test_calls_that_the_template_refuses_together_become_text() -> None:
+    two = {**CALL, "tool_calls": CALL["tool_calls"] * 2}
+    assert "<tool_call>" in rendered(tokenizer_with(TOOL_TEMPLATES["llama3_json"]), USER, two)
+    assert "<tool_call>" not in rendered(tokenizer_with(TOOL_TEMPLATES["llama3_json"]), USER, CALL)
+
+
+def test_the_reasoning_of_a_call_reaches_a_template_that_calls_it_thinking() -> None:
+    template = "{% for message in messages %}{{ message.content }}({{ message.thinking }}){% endfor %}"
+    told = {"role": "assistant", "reasoning_content": "hm"}
+    assert "(hm)" in rendered(tokenizer_with(template), USER, told)
+    assert "(hm)" not in rendered(tokenizer_with(template), USER, {**told, "content": "x"})
 
 
 @pytest.mark.parametrize("call", [{}, "x", {"function": {}}, {"function": {"name": 5}}])

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from llmsched.engine.text.parsers.output_parser import Kind, OutputParser
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """Part of a tool call. The first one of a call has its id and name."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+    def body(self, whole: bool) -> dict[str, Any]:
+        """Return the JSON of a call or, if `whole` is False, of its part in a chunk of a stream."""
+        body: dict[str, Any] = {} if whole else {"index": self.index}
+        if self.id is None:
+            return {**body, "function": {"arguments": self.arguments}}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {**body, "id": self.id, "type": "function", "function": function}
+
+
+class ParsedOutput:
+    """Output of one choice, divided into reasoning, content and calls. It drops calls after the first `most_calls`."""
+
+    def __init__(self, parser: OutputParser, most_calls: int | None = None) -> None:
+        self._parser = parser
+        self._most_calls = most_calls
+        self.num_calls = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if whatever follows is content."""
+        return self._parser.is_plain
+
+    def divide(self, text: str, is_last: bool) -> tuple[str, str, list[CallDelta]]:
+        """Return the reasoning, the content and the parts of calls that `text` adds."""
+        parts = self._parser.push(text)
+        if is_last:
+            parts += self._parser.finish()
+        texts = {Kind.REASONING: "", Kind.CONTENT: ""}
+        calls: list[CallDelta] = []
+        for kind, piece in parts:
+            if kind in texts:
+                texts[kind] += piece
+                continue
+            if kind is Kind.CALL:
+                self.num_calls += 1
+            if self._most_calls is not None and self.num_calls > self._most_calls:
+                continue
+            if kind is Kind.CALL:
+                calls.append(CallDelta(self.num_calls - 1, id=f"call_{uuid.uuid4().hex[:24]}", name=piece))
+            elif calls:
+                calls[-1].arguments += piece
+            else:
+                calls.append(CallDelta(self.num_calls - 1, piece))
+        return texts[Kind.REASONING], texts[Kind.CONTENT], calls

@@ -1,0 +1,116 @@
+"""Detection of the notation in which a model writes reasoning and tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from llmsched.engine.errors import RequestError
+from llmsched.engine.text.chat import PROBE_TOOL, render_text, shows_tools
+from llmsched.engine.text.parsers.harmony import HarmonyParser
+from llmsched.engine.text.parsers.json_calls import HermesParser, Llama3JsonParser, MistralParser
+from llmsched.engine.text.parsers.output_parser import Functions, Kind, OutputParser
+from llmsched.engine.text.parsers.python_calls import PythonicParser
+from llmsched.engine.text.parsers.xml_calls import Qwen3CoderParser
+from llmsched.engine.text.tokenizer import Tokenizer
+
+AUTO, NONE = "auto", "none"
+
+TOOL_CALL_PARSERS: Mapping[str, type[OutputParser]] = {
+    "harmony": HarmonyParser,
+    "mistral": MistralParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "pythonic": PythonicParser,
+}
+#: Texts around reasoning.
+REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """Notation in which a model writes reasoning and tool calls."""
+
+    call_parser: type[OutputParser] | None = None  # None: the output has no tool calls
+    thinking: tuple[str, str] | None = None  # texts around reasoning; None: there is no reasoning, or it is content
+    shown_ids: frozenset[int] = frozenset()  # special tokens that parsers look for
+
+    def parser(self, functions: Functions, *, opened: bool) -> OutputParser | None:
+        """Return a parser of one output, or None if the whole output is content.
+
+        The request declares `functions`; `opened` says that its prompt ends within reasoning.
+        """
+        if self.call_parser is not None and (functions or self.call_parser is HarmonyParser):
+            return self.call_parser(functions, self.thinking, opened=opened)
+        return None if self.thinking is None else OutputParser(functions, self.thinking, opened=opened)
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        return self.thinking is not None and prompt_end.rstrip().endswith(self.thinking[0])
+
+
+def find_notation(tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> Notation:
+    """Return the notation with these parsers. For "auto", the chat template decides; "none" is no parser."""
+    calls = _detect_calls(tokenizer) if tool_call_parser == AUTO else TOOL_CALL_PARSERS.get(tool_call_parser)
+    template = tokenizer.chat_template or ""
+    thinking = REASONING_PARSERS.get(reasoning_parser)
+    if reasoning_parser == AUTO:
+        thinking = next((texts for texts in REASONING_PARSERS.values() if texts[1] in template), None)
+    markers = {*(calls.markers if calls else ()), *(thinking or ())}
+    ids = (tokenizer.backend.token_to_id(marker) for marker in markers)
+    shown = frozenset(token_id for token_id in ids if token_id is not None and tokenizer.is_special(token_id))
+    return Notation(calls, thinking, shown)
+
+
+def _detect_calls(tokenizer: Tokenizer) -> type[OutputParser] | None:
+    """Return the parser that finds a call in the way the chat template writes it, or None if there is none.
+
+    Tools that the template does not show are described to the model in the notation of Hermes.
+    """
+    if not shows_tools(tokenizer):
+        return HermesParser if tokenizer.chat_template else None
+    texts = _written_calls(tokenizer)
+    return next((parser for parser in TOOL_CALL_PARSERS.values() if any(_finds_probe(parser, t) for t in texts)), None)
+
+
+_ARGUMENTS = {"probe_argument": "probe value"}
+
+
+def _finds_probe(parser_type: type[OutputParser], text: str) -> bool:
+    function = PROBE_TOOL["function"]
+    parser = parser_type({function["name"]: function["parameters"]})
+    parts = [*parser.push(text), *parser.finish()]
+    names = [part.text for part in parts if part.kind is Kind.CALL]
+    arguments = "".join(part.text for part in parts if part.kind is Kind.ARGUMENTS)
+    with suppress(ValueError):
+        return names == [function["name"]] and json.loads(arguments) == _ARGUMENTS
+    return False
+
+
+def _written_calls(tokenizer: Tokenizer) -> list[str]:
+    """Return texts that the chat template makes of a call: from the model's output on, and from its whole turn on."""
+    user: dict[str, Any] = {"role": "user", "content": "x"}
+    function = {"name": PROBE_TOOL["function"]["name"], "arguments": _ARGUMENTS}
+    calls = [{"id": "probe0000", "type": "function", "function": function}]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"role": "tool", "content": "y", "tool_call_id": "probe0000", "name": function["name"]}
+    options = {"tools": [PROBE_TOOL]}
+    for messages in ([user, turn], [user, turn, result]):
+        with suppress(RequestError):
+            prompts = [
+                render_text(tokenizer, [user], {**options, "add_generation_prompt": add}) for add in (True, False)
+            ]
+            text = render_text(tokenizer, messages, options)
+            return [text[_common_length(prompt, text) :] for prompt in prompts]
+    return []
+
+
+def _common_length(one: str, two: str) -> int:
+    """Return the length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))

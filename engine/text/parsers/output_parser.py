@@ -1,0 +1,245 @@
+"""Incremental parsers of a model's output, which may have reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from enum import StrEnum
+from typing import Any, ClassVar, NamedTuple
+
+#: Steps of a parser: a generator that stops at every `yield` until it gets the next character.
+Steps = Generator[None, str, None]
+Emit = Callable[[str], None]
+
+#: Functions of a request: JSON schemas of their parameters, by name.
+Functions = Mapping[str, Mapping[str, Any]]
+
+SPACE = " \t\r\n"
+
+
+class Kind(StrEnum):
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"  # the name of a function: a call begins
+    ARGUMENTS = "arguments"  # piece of the arguments of the latest call, which are a JSON object
+
+
+class Part(NamedTuple):
+    """Piece of an output. Pieces of one kind that follow each other, except CALL, belong together."""
+
+    kind: Kind
+    text: str
+
+
+class MalformedCallError(Exception):
+    """Error that ends the reading of a call."""
+
+
+class OutputParser:
+    """Parser of one output. The text may arrive in pieces of any size: the joined parts are the same.
+
+    `thinking` has the texts that begin and end reasoning, and `opened` says that the prompt ends within reasoning.
+
+    This class finds no calls. In a subclass, `read` reads the output after the reasoning, character by character.
+    Text that looks like a call but is malformed, or calls a function that is not in `functions`, is content. If a call
+    turns out to be malformed after its arguments have begun, the rest is content. White space beside reasoning and
+    calls is dropped.
+    """
+
+    #: Texts of the notation. If they are special tokens, the output must show them.
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, functions: Functions, thinking: tuple[str, str] | None = None, *, opened: bool = False) -> None:
+        self.char = ""  # the next character; "" at the end of the output
+        self.is_plain = False  # whatever follows is content
+        self._functions = functions
+        self._again: deque[str] = deque()  # characters to read again
+        self._read: list[str] = []  # texts that were read since the last part or the beginning of a call
+        self._parts: list[tuple[Kind, list[str]]] = []
+        self._num_calls = 0
+        self._kind: Kind | None = None
+        self._space: list[str] = []  # white space that is dropped unless text of the same kind follows
+        self._at_edge = False  # white space that follows is dropped
+        self._steps = self._run(thinking, opened)
+        next(self._steps)
+
+    def push(self, text: str) -> list[Part]:
+        """Add text. Return the parts that are certain."""
+        if self.is_plain:
+            return [Part(Kind.CONTENT, text)] if text else []
+        for char in text:
+            self._feed(char)
+        return self._take_parts()
+
+    def finish(self) -> list[Part]:
+        """Return the parts that `push(...)` still holds back at the end of the output."""
+        with suppress(StopIteration):
+            self._feed("")
+        if not self._at_edge:
+            self._add(self._kind or Kind.CONTENT, "".join(self._space))
+        return self._take_parts()
+
+    def _feed(self, char: str) -> None:
+        self._steps.send(char)
+        while self._again:
+            self._steps.send(self._again.popleft())
+
+    def _run(self, thinking: tuple[str, str] | None, opened: bool) -> Steps:
+        self.char = yield
+        if thinking is not None:
+            yield from self._read_reasoning(*thinking, opened)
+        yield from self.read()
+
+    def _read_reasoning(self, start: str, end: str, opened: bool) -> Steps:
+        if not opened:
+            with suppress(MalformedCallError):
+                yield from self.skip_space()
+                yield from self.expect(start)
+                opened = True
+        if opened:
+            self._begin(Kind.REASONING)
+            yield from self.until((end,), self.reasoning)
+            self._begin(Kind.CONTENT)
+            self._read.clear()
+        else:
+            self._unread()
+
+    def read(self) -> Steps:
+        """Read the output after the reasoning, up to its end."""
+        if self._at_edge:
+            yield from self.skip_space()
+        self.is_plain = True
+        while self.char:
+            self._add(Kind.CONTENT, self.char)
+            self.char = yield
+
+    # -- reading, for subclasses ------------------------------------------------------------------------------
+
+    def take(self, emit: Emit | None = None) -> Steps:
+        """Read the next character, and pass it to `emit`."""
+        self._read.append(self.char)
+        if emit is not None:
+            emit(self.char)
+        self.char = yield
+
+    def skip_space(self, emit: Emit | None = None) -> Steps:
+        while self.char and self.char in SPACE:
+            yield from self.take(emit)
+
+    def expect(self, text: str, emit: Emit | None = None) -> Steps:
+        """Read `text`. Raises MalformedCallError if something else follows."""
+        for char in text:
+            if self.char != char:
+                raise MalformedCallError
+            yield from self.take(emit)
+
+    def word(self, is_part: Callable[[str], bool], most: int = 256) -> Generator[None, str, str]:
+        """Read and return the next characters that satisfy `is_part`, at most `most`, else raise MalformedCallError."""
+        chars: list[str] = []
+        while self.char and is_part(self.char):
+            chars.append(self.char)
+            if len(chars) > most:
+                raise MalformedCallError
+            yield from self.take()
+        return "".join(chars)
+
+    def until(self, ends: tuple[str, ...], emit: Emit) -> Generator[None, str, str]:
+        """Pass the text before the first of `ends` to `emit`, and read that end.
+
+        Returns the end, or "" at the end of the output. What may become an end is held back.
+        """
+        held = ""
+        beginnings = {end[0] for end in ends}
+        while self.char:
+            if not held and self.char not in beginnings:
+                emit(self.char)
+                self.char = yield
+                continue
+            held += self.char
+            while held and not any(end.startswith(held) for end in ends):
+                emit(held[0])
+                held = held[1:]
+            self.char = yield
+            if held in ends:
+                self._read.append(held)
+                return held
+        for char in held:
+            emit(char)
+        return ""
+
+    def attempt(self, call: Steps) -> Steps:
+        """Read a call, or several. What is malformed becomes content, or is read again to look for other calls."""
+        num_calls = self._num_calls
+        try:
+            yield from call
+        except MalformedCallError:
+            if not self.char and self._kind is Kind.ARGUMENTS:  # truncated, for example by max_tokens
+                self.arguments("".join(self._read))
+            else:
+                if self._num_calls == num_calls and self._read:
+                    self.content(self._read.pop(0))
+                self._unread()
+        self._read.clear()
+
+    def _unread(self) -> None:
+        """Make the next characters those that were read since the last part."""
+        self.char, *later = (*"".join(self._read), self.char)
+        self._again.extendleft(reversed(later))
+        self._read.clear()
+
+    # -- parts, for subclasses --------------------------------------------------------------------------------
+
+    def reasoning(self, text: str) -> None:
+        self._text(Kind.REASONING, text)
+
+    def content(self, text: str) -> None:
+        self._text(Kind.CONTENT, text)
+
+    def begin_call(self, name: str) -> None:
+        """Begin a call. Raises MalformedCallError if the request does not declare this function."""
+        if name not in self._functions:
+            raise MalformedCallError
+        self._begin(Kind.CALL)
+        self._num_calls += 1
+        self._parts.append((Kind.CALL, [name]))
+        self._read.clear()
+
+    def arguments(self, text: str) -> None:
+        self._begin(Kind.ARGUMENTS)
+        self._add(Kind.ARGUMENTS, text)
+        self._read.clear()
+
+    def end_arguments(self) -> None:
+        self._begin(Kind.CALL)
+
+    def _text(self, kind: Kind, text: str) -> None:
+        """Add text: white space, or text that neither begins nor ends with white space."""
+        if kind is not self._kind:
+            self._begin(kind)
+        if text.isspace():
+            self._space.append(text)
+            return
+        if self._space:
+            if not self._at_edge:
+                self._add(kind, "".join(self._space))
+            self._space.clear()
+        self._at_edge = False
+        self._add(kind, text)
+
+    def _begin(self, kind: Kind) -> None:
+        if kind is not self._kind:
+            self._at_edge = self._kind is not None or kind is not Kind.CONTENT
+            self._kind = kind
+            self._space.clear()
+
+    def _add(self, kind: Kind, text: str) -> None:
+        if self._parts and self._parts[-1][0] is kind:
+            self._parts[-1][1].append(text)
+        elif text:
+            self._parts.append((kind, [text]))
+
+    def _take_parts(self) -> list[Part]:
+        parts = [Part(kind, "".join(texts)) for kind, texts in self._parts]
+        self._parts.clear()
+        return parts
