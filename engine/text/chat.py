@@ -70,7 +70,7 @@ def render_chat(
     if "message.thinking" in tokenizer.chat_template:
         flat = [_with_thinking(message) for message in flat]
     if (tools := options.get("tools")) and not shows_tools(tokenizer):
-        flat = describe_tools(flat, tools)
+        flat = describe_tools(calls_as_text(flat), tools)
         del options["tools"]
     shown = _shown(tokenizer, flat, options)
     if not parse_special:

@@ -304,6 +304,13 @@ def test_tools_that_the_template_does_not_show_are_described_in_the_system_messa
     assert text.endswith("<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n")
 
 
+def test_calls_are_text_if_the_tools_are() -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    assert "<tool_call>" not in rendered(tokenizer_with(template), USER, CALL)
+    assert "<tool_call>" in rendered(tokenizer_with(template), USER, CALL, tools=[WEATHER])
+
+
 def test_tools_reach_a_template_that_shows_them() -> None:
     text = rendered(tokenizer_with(TOOL_TEMPLATES["hermes"]), USER, tools=[WEATHER])
     assert text.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "weather"')

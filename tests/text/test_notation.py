@@ -40,6 +40,8 @@ def test_templates_without_tools_get_the_notation_that_describes_them() -> None:
 
 
 def test_an_unknown_notation_has_no_parser() -> None:
+    similar = TOOL_TEMPLATES["qwen3_coder"].replace("tool_call>", "own:tool_call>")
+    assert find_notation(tokenizer_with(similar)).call_parser is None
     unknown = TOOL_TEMPLATES["hermes"].replace('{"name": "', "CALL ")
     assert find_notation(tokenizer_with(unknown)).call_parser is None
     chosen = find_notation(tokenizer_with(unknown), tool_call_parser="mistral")

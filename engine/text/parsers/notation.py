@@ -88,6 +88,8 @@ def _finds_probe(parser_type: type[OutputParser], text: str) -> bool:
     parts = [*parser.push(text), *parser.finish()]
     names = [part.text for part in parts if part.kind is Kind.CALL]
     arguments = "".join(part.text for part in parts if part.kind is Kind.ARGUMENTS)
+    if any("tool_call" in part.text for part in parts if part.kind is Kind.CONTENT):
+        return False  # a similar notation with other marks
     with suppress(ValueError):
         return names == [function["name"]] and json.loads(arguments) == _ARGUMENTS
     return False
