@@ -80,9 +80,9 @@ def build_engine(
     if plan.device.kind == "cpu":
         free -= plan.fixed_bytes + plan.kv_bytes
     swap = plan_swap(config.swap_space, plan.block_bytes, free)
-    # A thread that has run torch keeps its OpenMP workers until it ends. With more workers than cores, libgomp lets all of
-    # them sleep between parallel regions, which costs a decode step of a small model as much again. And torch hands the
-    # cuBLAS handle of a thread that has ended on to the next thread, here the engine's.
+    # A thread that has run torch keeps its OpenMP workers until it ends. With more workers than cores, libgomp lets all
+    # of them sleep between parallel regions, which costs a decode step of a small model as much again. And torch hands
+    # the cuBLAS handle of a thread that has ended on to the next thread, here the engine's.
     executor, plan = _in_a_thread(lambda: _load(opened, config, resolved, plan, swap, progress))
     resolved = replace(plan.resolve(config, dtype, kv_dtype), model_impl=executor.model_impl)
     metrics = EngineMetrics(served_model_name or opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
