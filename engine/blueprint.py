@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from llmsched.engine.architecture.flops import model_flops
@@ -60,13 +60,14 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
         raise ConfigError("simulate", str(unknown)) from unknown
     if config.device == "cpu":
         raise ConfigError("device", f"cpu is requested, but {gpu.key} is to be simulated; leave out one of them")
-    device = gpu_device(gpu)
+    device, planner = gpu_device(gpu), replace(planner, packed=not colon)
     resolved, plan = planner.resolve(config, device)
     work = model_flops(
         planner.content,
         dtype_bytes=plan.dtype_bytes,
         kv_dtype_bytes=plan.kv_dtype_bytes,
         cache=planner.cache,
+        packed=planner.packed,
     )
     cost = Roofline(work, gpu, engine, dtype=resolved.dtype)
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name

@@ -71,7 +71,7 @@ def build_engine(
     kv_dtype = planned_kv_dtype(config, dtype)
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     path = opened.source.path if opened.source.kind == "directory" else None
-    weights = gguf_weights(opened.packed, dtype_bytes) if opened.packed else None
+    weights = gguf_weights(opened.source.gguf, dtype_bytes) if opened.source.gguf else None
     shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path, weights=weights)
     memory = device_memory(opened.device)
     plan = plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from llmsched.engine.architecture.config_fields import ConfigCache, Fields, read_fields, size_errors
@@ -56,12 +56,18 @@ class ModelFlops:
 
 @size_errors()
 def model_flops(
-    config: Mapping[str, Any], *, dtype_bytes: int, kv_dtype_bytes: int | None = None, cache: ConfigCache | None = None
+    config: Mapping[str, Any],
+    *,
+    dtype_bytes: int,
+    kv_dtype_bytes: int | None = None,
+    cache: ConfigCache | None = None,
+    packed: bool = False,
 ) -> ModelFlops:
     """Compute a model's costs from the content of a config.json.
 
     `dtype_bytes` is the bytes of one number in activations and unquantised weights. `kv_dtype_bytes` is the bytes of
-    one number in the KV cache (default: `dtype_bytes`). Raises ModelError if the parameters cannot be counted.
+    one number in the KV cache (default: `dtype_bytes`). If `packed` is True, quantised weights are held and multiplied
+    as `llmsched serve` does, which does not quantise inputs. Raises ModelError if the parameters cannot be counted.
     """
     fields = read_fields(config, cache)
     modules, _ = modules_of(fields)
@@ -78,7 +84,8 @@ def model_flops(
     if parameters.experts and (chosen is None or not 1 <= int(chosen) <= int(count)):
         raise ModelError(f"config sends a token to {chosen} of {int(count)} experts; it must be 1 to {int(count)}")
     form = quantization_of(fields) or Quantization("none")
-    sizes = stored_bytes(modules, form, dtype_bytes)
+    form = replace(form, arithmetic="bf16") if packed else form
+    sizes = stored_bytes(modules, form, dtype_bytes, packed=packed)
     return ModelFlops(
         layers=layers,
         dense=Matrices(parameters.linear, sizes.linear + sizes.other, form.arithmetic),

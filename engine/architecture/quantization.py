@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,10 +44,11 @@ Bits = float | None
 class Scheme:
     """Bits per weight of some modules in a checkpoint."""
 
-    bits: Bits  # with scales and zero points
+    bits: Bits  # with scales and zero points, as in the files
     fp8: bool = False  # True if activations have 8 bits too
     pattern: re.Pattern[str] | None = None  # names of the modules; None for all
     experts: bool = False  # True if the scheme holds only for routed experts
+    packed_bits: Bits = None  # as `bits`, in the memory of `llmsched serve`; None: as in the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,14 @@ class Quantization:
     known: bool = False  # False for an unknown format
     kv_doubt: str | None = None  # why the type of KV is unclear; None if it is clear
 
-    def bits(self, module: str, *, expert: bool = False) -> Bits:
-        """Return the bits per weight of a module's matrix, for example of "model.layers.0.mlp.up_proj"."""
+    def bits(self, module: str, *, expert: bool = False, packed: bool = False) -> Bits:
+        """Return the bits per weight of a module's matrix, for example of "model.layers.0.mlp.up_proj".
+
+        If `packed` is True, return the bits in the memory of `llmsched serve`, instead of those in the files.
+        """
         schemes = (scheme for scheme in self.schemes if expert or not scheme.experts)
-        return next((one.bits for one in schemes if one.pattern is None or one.pattern.search(module)), None)
+        found = next((one for one in schemes if one.pattern is None or one.pattern.search(module)), Scheme(None))
+        return found.packed_bits or found.bits if packed else found.bits
 
 
 def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
@@ -187,15 +192,20 @@ def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
             yield Scheme(4.25, experts=True)
         case "fp8" | "fbgemm-fp8":  # one float32 scale per block, if there are blocks
             rows, columns = get("weight_block_size") or (0, 0)
-            yield Scheme(8 + (32 / (rows * columns) if rows else 0), fp8=True)
+            yield Scheme(
+                8 + (32 / (rows * columns) if rows else 0), fp8=True, packed_bits=8 + (32 / columns if rows else 0)
+            )
         case "bitsandbytes":  # 8 bits; or 4 bits and a maximum (32 or 8 bits) per 64 weights
-            yield Scheme(8 if get("load_in_8bit") else 4 + (8 / 64 if get("bnb_4bit_use_double_quant") else 32 / 64))
+            four = Scheme(4 + (8 / 64 if get("bnb_4bit_use_double_quant") else 32 / 64), packed_bits=4 + 32 / 64)
+            yield Scheme(8) if get("load_in_8bit") else four
         case "awq" | "gptq":
-            bits, size = get("bits"), get("group_size")
-            yield Scheme(_grouped_bits(bits, size, zero_point=True))
+            bits, size, symmetric = get("bits"), get("group_size"), method == "gptq" and bool(get("sym"))
+            yield _integers(bits, size, symmetric, zero_bits=bits)
             for name, own in (get("dynamic") or {}).items():
-                changed = _grouped_bits(own.get("bits", bits), own.get("group_size", size), zero_point=True)
-                yield Scheme(None if name.startswith("-") else changed, pattern=_compiled(re.sub("^[-+]:", "", name)))
+                number = own.get("bits", bits)
+                changed = _integers(number, own.get("group_size", size), symmetric, zero_bits=number)
+                changed = Scheme(None) if name.startswith("-") else changed
+                yield replace(changed, pattern=_compiled(re.sub("^[-+]:", "", name)))
         case "modelopt":  # a scheme for each of the quantized_layers or, without these, one for all modules
             layers = get("quantized_layers") or {}
             for name, own in layers.items():
@@ -205,18 +215,23 @@ def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
             for group in (get("config_groups") or {}).values():
                 weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
                 number, size = weights.get("num_bits"), weights.get("group_size")
-                scale_bits = 8 if number == 4 and weights.get("type") == "float" else 16
-                bits = _grouped_bits(number, size, not weights.get("symmetric", True), scale_bits)
+                symmetric = weights.get("symmetric", True)
+                scheme = _integers(number, size, symmetric, zero_bits=0 if symmetric else number)
+                if weights.get("type") == "float" and number == 4:  # nvfp4 has groups of 16, mxfp4 of 32
+                    held = _grouped_bits(number, size, 32 if size == 16 else 16)
+                    scheme = Scheme(_grouped_bits(number, size, 8), packed_bits=held)
                 for target in group.get("targets") or ["Linear"]:
                     pattern = None if target == "Linear" else _module_pattern(target)
-                    yield Scheme(bits, activations.get("num_bits") == 8, pattern)
+                    yield replace(scheme, fp8=activations.get("num_bits") == 8, pattern=pattern)
 
 
 def _algorithm(name: Any, group: Any, pattern: re.Pattern[str] | None = None) -> Scheme:
     algorithm = str(name).upper()
     if re.search("W4A16|W4A8_AWQ|INT4", algorithm):
-        return Scheme(_grouped_bits(4, group or 128, zero_point=False), pattern=pattern)
-    return Scheme(_bits_named(algorithm), fp8="FP4" not in algorithm and "FP8" in algorithm, pattern=pattern)
+        return Scheme(_grouped_bits(4, group or 128, 16), pattern=pattern)
+    packed = 4 + 32 / 16 if algorithm == "NVFP4" else None
+    fp8 = "FP4" not in algorithm and "FP8" in algorithm
+    return Scheme(_bits_named(algorithm), fp8, pattern, packed_bits=packed)
 
 
 def _bits_named(name: str) -> Bits:
@@ -258,9 +273,17 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ModelError(f"quantization_config has an invalid pattern {pattern!r} ({problem})") from problem
 
 
-def _grouped_bits(bits: Any, group: Any, zero_point: bool, scale_bits: int = 16) -> Bits:
-    """Return the bits per weight, scales included. `group` weights share a scale and, optionally, a zero point."""
+def _integers(bits: Any, group: Any, symmetric: bool, zero_bits: Any) -> Scheme:
+    """Return the scheme of integers with scales of 16 bits. `zero_bits` is the size of a zero point in the files."""
+    if not isinstance(bits, int):
+        return Scheme(None)
+    offset_bits = 32 if not symmetric else 16 if bits == 4 else 0  # see QuantisedMatrix.offset_bytes
+    packed = _grouped_bits(bits, group, 16 + offset_bits)
+    return Scheme(_grouped_bits(bits, group, 16 + zero_bits), packed_bits=packed)
+
+
+def _grouped_bits(bits: Any, group: Any, shared: int) -> Bits:
+    """Return the bits per weight if `group` weights share a scale and a zero point of `shared` bits in all."""
     if not isinstance(bits, int) or bits < 1:
         return None
-    shared = scale_bits + (bits if zero_point else 0)
     return bits + (shared / group if isinstance(group, int) and group > 0 else 0)

@@ -9,12 +9,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, read_json_object, transformers_config
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
-from llmsched.engine.architecture.quantization import Quantization, quantization_of
+from llmsched.engine.architecture.quantised_layouts import read_matrices
+from llmsched.engine.architecture.quantised_matrix import QuantisedMatrix, Stored
+from llmsched.engine.architecture.quantization import Quantization, quantization_of, settings_of
+from llmsched.engine.architecture.served_formats import refusal_of_format
 from llmsched.engine.architecture.standard_settings import standardise
 from llmsched.engine.architecture.vision import can_be_built, encoder_parameters
 from llmsched.engine.errors import ModelError
@@ -42,6 +46,7 @@ _WEIGHS = re.compile(
     r"expert|moe|ffn|mlp|inner|proj|embed|rank|hidden|intermediate|vocab|bias|engram|adapter|lora|dim$|quant"
 )
 _BUILT = "weights are those of a model that transformers builds, with its defaults for settings that the config omits"
+_DENSE_EXPERTS = "experts are dequantised on loading"
 _NO_ENCODERS = "weights of vision and audio encoders are not counted"
 #: Settings without which weights may have any size.
 _DECISIVE = frozenset({"hidden_size", "num_hidden_layers", "intermediate_size", "num_experts", "moe_intermediate_size"})
@@ -60,11 +65,12 @@ class Weights:
     packed_types: tuple[str, ...] = ()  # types of the matrices that stay quantised
 
 
-def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weights:
+def model_weights(path: Path | None, fields: Fields, dtype_bytes: int, *, packed: bool = True) -> Weights:
     """Return the size of a model's weights in a serving type of `dtype_bytes` bytes.
 
-    The size comes from the safetensors headers in the directory `path`, or else from the config. If neither tells the
-    size, the result is 0 bytes and a note that says why. Raises ModelError for a damaged file.
+    Quantised weights count as `llmsched serve` holds them, or as in the files if `packed` is False or their format is
+    not served. The size comes from the safetensors headers in the directory `path`, or else from the config. If neither
+    tells the size, the result is 0 bytes and a note that says why. Raises ModelError for a damaged file.
     """
     files: list[Path] = []
     if path is not None and (path / SAFETENSORS_INDEX).is_file():
@@ -73,9 +79,10 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
     elif path is not None:
         files = numbered_shards(path) or [path / SAFETENSORS]
     if files and all(file.is_file() for file in files):  # without one of the shards the sum would be wrong
-        return _from_headers(files, dtype_bytes, fields)
+        return _from_headers(files, dtype_bytes, fields, packed=packed)
     fields = fields.reread()
     quantization = quantization_of(fields)
+    packed = packed and not refusal_of_format(_settings(fields))
     modules, notes = modules_of(fields)
     if not modules:
         named = fields.model_type or "no model_type"
@@ -86,14 +93,17 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int) -> Weight
     if missing := sorted(_DECISIVE & fields.unstated):
         doubts.append(f"the config does not state {', '.join(missing)}")
     doubt = "; ".join((*doubts, _REMEDY)) if doubts else None
-    sizes = stored_bytes(modules, quantization, dtype_bytes)
+    sizes = stored_bytes(modules, quantization, dtype_bytes, packed=packed)
     if quantization is not None:
         total = add_up(modules.values())
         parts = (("matrices", sizes.linear, total.linear), ("experts", sizes.experts, total.experts))
         bits = ", ".join(f"{8 * size / count:.3g} bits in {name}" for name, size, count in parts if count)
         counted = f"count as {bits}" if quantization.known else f"count {dtype_bytes} bytes each"
+        if packed and total.experts and any(quantization.bits(name, expert=True) for name in modules):
+            notes += (_DENSE_EXPERTS,)
         notes += (f"the checkpoint is quantised ({quantization.method}); without its files weights {counted}",)
-    return Weights(sizes.total, "config", exact=not notes, notes=notes, doubt=doubt)
+    kinds = (quantization.method,) if packed and quantization is not None else ()
+    return Weights(sizes.total, "config", exact=not notes, notes=notes, doubt=doubt, packed_types=kinds)
 
 
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
@@ -119,42 +129,61 @@ def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...
     return counted or {}, tuple(notes)
 
 
-def stored_bytes(modules: Mapping[str, Parameters], quantization: Quantization | None, dtype_bytes: int) -> Parameters:
-    """Return the bytes of each class of parameters. Unquantised parameters take `dtype_bytes` bytes each."""
+def stored_bytes(
+    modules: Mapping[str, Parameters], quantization: Quantization | None, dtype_bytes: int, *, packed: bool = False
+) -> Parameters:
+    """Return the bytes of each class of parameters. Unquantised parameters take `dtype_bytes` bytes each.
+
+    If `packed` is True, the bytes are those in the memory of `llmsched serve`, which dequantises experts.
+    """
+    quantised = ("linear",) if packed else ("linear", "experts")
     sizes = [0.0] * len(Parameters._fields)
     for name, counted in modules.items():
         for place, (each, count) in enumerate(zip(Parameters._fields, counted, strict=True)):
             bits = None
-            if count and quantization is not None and each in ("linear", "experts"):
-                bits = quantization.bits(name, expert=each == "experts")
+            if count and quantization is not None and each in quantised:
+                bits = quantization.bits(name, expert=each == "experts", packed=packed)
             sizes[place] += count * (dtype_bytes if bits is None else bits / 8)
     return Parameters(*map(round, sizes))
 
 
-def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields) -> Weights:
-    count, left_out, stored = 0, 0, set()
+def _settings(fields: Fields) -> Mapping[str, Any]:
+    return settings_of({"quantization_config": fields.get("quantization_config")})
+
+
+def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields, *, packed: bool) -> Weights:
+    stored = {name: tensor for file in files for name, tensor in _header(file).items()}
+    settings, matrices = _settings(fields), list[QuantisedMatrix]()
+    if settings and packed and refusal_of_format(settings) is None:
+        found, parts = read_matrices(stored, settings, str(files[0].parent))
+        stored = {name: tensor for name, tensor in stored.items() if name not in parts}
+        matrices = [*found.values()]
+    kept = [matrix for matrix in matrices if matrix.is_kept]
+    sizes = {matrix.weight: math.prod(matrix.shape) * dtype_bytes for matrix in matrices}
+    sizes |= {matrix.weight: matrix.packed_bytes for matrix in kept}
+    for name, tensor in stored.items():
+        sizes[name] = math.prod(tensor.shape) * dtype_bytes if tensor.dtype in _FLOATS else tensor.size
     tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
-    for file in files:
-        for name, tensor in _header(file).items():
-            if name == "__metadata__" or (tied and name == "lm_head.weight"):
-                continue
-            is_float = tensor["dtype"] in _FLOATS
-            start, end = tensor["data_offsets"]
-            size = math.prod(tensor["shape"]) * dtype_bytes if is_float else end - start
-            match = _MTP_TENSORS.match(name)
-            if match and (match["layer"] is None or int(match["layer"]) >= layers):
-                left_out += size
-                continue
+    count = left_out = 0
+    for name, size in sizes.items():
+        match = _MTP_TENSORS.match(name)
+        if match and (match["layer"] is None or int(match["layer"]) >= layers):
+            left_out += size
+        elif not (tied and name == "lm_head.weight"):
             count += size
-            if not is_float:
-                stored.add(tensor["dtype"])
-    notes = [f"tensors of type {', '.join(sorted(stored))} count as stored"] if stored else []
+    codes = tuple(sorted({matrix.code for matrix in kept}))
+    notes = [f"matrices in {', '.join(codes)} stay quantised"] if kept else []
+    if len(matrices) > len(kept):
+        notes.append(_DENSE_EXPERTS)
+    if other := sorted({tensor.dtype for tensor in stored.values()} - _FLOATS):
+        notes.append(f"tensors of type {', '.join(other)} count as stored")
     if left_out:
         notes.append(f"{human_bytes(left_out)} of the files are for multi-token prediction (MTP) and are not loaded")
-    return Weights(count, "safetensors", exact=True, notes=tuple(notes))
+    return Weights(count, "safetensors", exact=True, notes=tuple(notes), packed_types=codes)
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _header(file: Path) -> dict[str, Stored]:
+    """Return the tensors in a safetensors file. Raises ModelError if it is damaged."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
@@ -164,7 +193,18 @@ def _header(file: Path) -> dict[str, Any]:
         except ValueError as problem:
             refuse_lfs_pointer(file)
             raise ModelError(f"{file}: is not a safetensors file or is cut short ({problem})") from problem
-    return header
+
+    def read(start: int, end: int) -> bytes:
+        with file.open("rb") as stream:
+            stream.seek(8 + length + start)
+            return stream.read(end - start)
+
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(tensor["dtype"], tuple(tensor["shape"]), partial(read, start, end), end - start)
+        for name, tensor in header.items()
+        for start, end in [tensor["data_offsets"]]
+    }
 
 
 def _built_modules(config: Any) -> dict[str, Any] | None:

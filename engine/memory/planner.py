@@ -214,8 +214,9 @@ class ModelPlanner:
     name: str = ""
     origin: str = ""  # where `content` was read, for reports
     profile: VllmProfile | None = None  # if given, plans for GPUs are vLLM's
-    gguf: Path | None = None  # file whose matrices stay quantised on a CPU
-    _shapes: dict[tuple[int, str], ModelShape] = field(default_factory=dict, repr=False, compare=False)
+    packed: bool = True  # False if quantised weights count as in the files, as in other engines
+    gguf: Path | None = None  # file whose matrices stay quantised
+    _shapes: dict[tuple[int, bool], ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def digest(self) -> str:
@@ -249,14 +250,14 @@ class ModelPlanner:
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
         dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
-        key = (dtype_bytes, device.kind)
+        packed = self.packed and (self.profile is None or device.kind == "cpu")
+        key = (dtype_bytes, packed)
         if key not in self._shapes:
             weights = self.given
-            if weights is None and device.kind == "cpu" and self.gguf is not None:
+            if weights is None and self.gguf is not None:
                 weights = gguf_weights(self.gguf, dtype_bytes)
-            shape = model_shape(
-                self.content, dtype_bytes=dtype_bytes, path=self.directory, weights=weights, cache=self.cache
-            )
+            given: dict[str, Any] = {"path": self.directory, "weights": weights, "cache": self.cache}
+            shape = model_shape(self.content, dtype_bytes=dtype_bytes, packed=packed, **given)
             named = named_format(self.name)
             if named is not None and shape.weights.source == "config" and not settings_of(self.content):
                 note = f"the name says {named}, but no file describes quantised weights: they count {dtype_bytes} bytes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,19 @@ from llmsched.engine.progress import Progress
 
 #: Prefixes of the names of types of at most 8 bits. Their values mean nothing without scales, which are other tensors.
 _SMALL_FLOATS = ("F8", "F6", "F4")
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8"}
+_DTYPES |= {torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
 _MAX_NAMES = 5
 
 
 class LazyTensor:
-    """Tensor on disk. Each indexing, such as `tensor[...]`, reads the tensor again."""
+    """Tensor on disk. Each indexing, such as `tensor[...]`, reads the tensor again.
 
-    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
-        self.read = read
+    If known, `dtype` is the name of its type in safetensors, such as "BF16", and `shape` its shape in the file.
+    """
+
+    def __init__(self, read: Callable[[], torch.Tensor], dtype: str = "", shape: Sequence[int] = ()) -> None:
+        self.read, self.dtype, self.shape = read, dtype, tuple(shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.read()[index]
@@ -61,6 +66,12 @@ def open_checkpoint(directory: Path) -> StateDict:
     raise ModelError(
         f"model {directory}: has no weights ({SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLE} or {PICKLE_INDEX})"
     )
+
+
+def check_unquantised(state: StateDict, where: str) -> None:
+    """Raise ModelError, in which `where` names the checkpoint, if it has tensors of types that need scales."""
+    if small := {f"{name} ({each.dtype})" for name, each in state.items() if each.dtype.startswith(_SMALL_FLOATS)}:
+        raise ModelError(f"{where}: has quantised tensors, but config.json has no quantization_config: {some(small)}")
 
 
 def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str, LazyTensor]:
@@ -121,10 +132,11 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
         raise ModelError(
             f"{path}: cannot be read, it may be cut short ({one_line(error)}); download it again"
         ) from error
-    types = {name: str(file.get_slice(name).get_dtype()) for name in names}
-    if small := {f"{name} ({kind})" for name, kind in types.items() if kind.startswith(_SMALL_FLOATS)}:
-        raise ModelError(f"{path}: has quantised tensors, which are not supported: {some(small)}")
-    return {name: LazyTensor(partial(file.get_tensor, name)) for name in names}
+    slices = {name: file.get_slice(name) for name in names}
+    return {
+        name: LazyTensor(partial(file.get_tensor, name), str(each.get_dtype()), each.get_shape())
+        for name, each in slices.items()
+    }
 
 
 def _open_pickle(path: Path) -> dict[str, LazyTensor]:
@@ -133,4 +145,7 @@ def _open_pickle(path: Path) -> dict[str, LazyTensor]:
     except Exception as error:  # torch.load raises a different type for each kind of damage
         refuse_lfs_pointer(path)
         raise ModelError(f"{path}: is damaged, or holds more than tensors ({one_line(error)})") from error
-    return {name: LazyTensor(tensor.detach) for name, tensor in tensors.items()}
+    return {
+        name: LazyTensor(tensor.detach, _DTYPES.get(tensor.dtype, str(tensor.dtype)), tensor.shape)
+        for name, tensor in tensors.items()
+    }

@@ -41,7 +41,7 @@ def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
             types.add(tensor.tensor_type.name)
         total += math.prod(tensor.shape) * (packing.bytes_per_weight if packing else dtype_bytes)
     packed_types = tuple(sorted(types))
-    notes = (f"matrices in {', '.join(packed_types)} stay quantised on a CPU",) if packed_types else ()
+    notes = (f"matrices in {', '.join(packed_types)} stay quantised",) if packed_types else ()
     return Weights(round(total), "gguf", exact=True, notes=notes, packed_types=packed_types)
 
 

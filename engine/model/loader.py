@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import quiet_transformers, read_fields, read_json_object
@@ -144,22 +144,28 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model in evaluation mode on `device`. Tied parameters share memory.
 
-    If `packed` is True, the quantised matrices of a .gguf file stay quantised, and PackedModules replace the modules
-    that use these matrices. Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of
-    the wrong shape.
+    If `packed` is True, quantised matrices stay quantised, and PackedModules replace the modules that use these
+    matrices. Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
     """
     import transformers
 
-    from llmsched.engine.model.checkpoint import open_checkpoint, with_progress
+    from llmsched.engine.model.checkpoint import check_unquantised, open_checkpoint, with_progress
 
     matrices: dict[str, PackedMatrix] = {}
+    settings, config = _without_quantization(config)
     if source.gguf is not None and (packed or source.kind == "gguf"):
         from llmsched.engine.model.gguf_file import read_gguf
         from llmsched.engine.model.gguf_weights import gguf_state_dict
 
         weights = gguf_state_dict(read_gguf(source.gguf), matrices if packed else None, dtype)
+    elif settings:
+        from llmsched.engine.model.quantised_weights import dequantised_state_dict
+
+        stored = open_checkpoint(source.path)
+        weights = dequantised_state_dict(stored, settings, f"model {source.spec}", matrices if packed else None, dtype)
     else:
         weights = open_checkpoint(source.path)
+        check_unquantised(weights, f"model {source.spec}")
     state = with_progress(weights, f"loading {source.name}", progress)
     name = architecture_of(config)
     if name == "FalconForCausalLM":  # its eager attention adds ALiBi biases twice
@@ -185,6 +191,16 @@ def load_model(
     _move(model, device, progress)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _without_quantization(config: PretrainedConfig) -> tuple[Mapping[str, Any], PretrainedConfig]:
+    """Return the quantization_config, and a copy of the config without it, so that transformers does not act on it."""
+    settings: Any = getattr(config, "quantization_config", None)
+    if not settings:
+        return {}, config
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return settings if isinstance(settings, Mapping) else settings.to_dict(), config
 
 
 def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
@@ -274,14 +290,14 @@ class OpenModel:
     dtype: torch.dtype  # type in which `load` puts them there
 
     @property
-    def packed(self) -> Path | None:
-        """Path of the .gguf file whose matrices stay quantised, or None."""
-        return self.source.gguf if self.device == "cpu" else None
+    def packed(self) -> bool:
+        """True if matrices in the files are quantised, and stay so."""
+        return self.source.gguf is not None or hasattr(self.config, "quantization_config")
 
     def load(self, progress: Progress = silent, *, packed: bool = True) -> PreTrainedModel:
         """Load the weights as `load_model(...)` does. If `packed` is False, dequantise all weights."""
         options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "progress": progress}
-        return load_model(self.source, self.config, packed=packed and self.packed is not None, **options)
+        return load_model(self.source, self.config, packed=packed and self.packed, **options)
 
 
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:

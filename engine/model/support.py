@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import ConfigCache, nested_text, transformers_config
-from llmsched.engine.architecture.quantization import format_name, settings_of
+from llmsched.engine.architecture.quantization import settings_of
+from llmsched.engine.architecture.served_formats import refusal_of_format
 from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transfo
 
 #: Models that do not use transformers' attention interface, but that the fused decoder can compute.
 OWN_ATTENTION = frozenset({"BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM", "StableLmForCausalLM"})
-#: Classes by model type: DECODERS pass _check_class, _RECURRENT fail it because of recurrent state. With these tables
-#: most models can be checked without importing transformers.
+#: Classes by model type: DECODERS pass _check_class, _RECURRENT fail it because of recurrent state, and _INDEXED fail
+#: _check_layers. With these tables most models can be checked without importing transformers.
 DECODERS = {
     "bloom": "BloomForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -70,6 +71,7 @@ DECODERS = {
     "starcoder2": "Starcoder2ForCausalLM",
 }
 _RECURRENT = {"nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
+_INDEXED = {"deepseek_v32": "DeepseekV32ForCausalLM"}
 #: Types that only code in the model's repository can load; serve never runs such code.
 _NOT_IN_TRANSFORMERS = frozenset({"nemotron-nas", "openelm"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -121,6 +123,8 @@ def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
     reason = _check_kind(config) or _check_quantisation(config)
     if reason is None and _RECURRENT.get(config.model_type) == name:
         reason = _has_state(name)
+    if reason is None and _INDEXED.get(config.model_type) == name:
+        reason = _has_layers(name, {"indexed_attention"})
     if reason is None and known:
         reason = _check_layers(config)
     return known or reason is not None, reason
@@ -148,9 +152,7 @@ def _check_quantisation(config: PretrainedConfig) -> str | None:
     settings: Any = getattr(config, "quantization_config", None)
     if not settings:
         return None
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
-    scheme = format_name(settings)
-    return f"its weights are quantised ({scheme}); supported: float32, bfloat16 or float16 weights, and GGUF files"
+    return refusal_of_format(settings if isinstance(settings, dict) else settings.to_dict())
 
 
 def _check_class(config: PretrainedConfig) -> str | None:
@@ -180,6 +182,9 @@ def _has_state(name: str) -> str:
 
 def _check_layers(config: PretrainedConfig) -> str | None:
     if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
-        kinds = ", ".join(sorted(unknown))
-        return f"{architecture_of(config)} has layers of type {kinds}; supported: {', '.join(sorted(_LAYER_TYPES))}"
+        return _has_layers(architecture_of(config), unknown)
     return None
+
+
+def _has_layers(name: str, kinds: Set[str]) -> str:
+    return f"{name} has layers of type {', '.join(sorted(kinds))}; supported: {', '.join(sorted(_LAYER_TYPES))}"

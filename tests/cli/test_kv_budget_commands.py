@@ -37,7 +37,7 @@ def without_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (QWEN, "--gpu", "h100", "--kv-cache-memory-bytes", "4GiB", "--block-size", "32", "--dtype", "float16"),
         (QWEN, "--gpu", "4090", "--users", "3", "--context", "8k", "--headroom", "0.2"),
         (QWEN, "--gpu", "h100", "--users", "40"),
-        ("openai/gpt-oss-20b", "--gpu", "l4"),
+        ("openai/gpt-oss-20b", "--gpu", "h100"),
         (str(CONFIGS / "Qwen--Qwen3-8B_config.json"), "--gpu", "l40s", "--max-num-seqs", "32"),
     ],
     ids=lambda arguments: " ".join(arguments[1:]),

@@ -13,7 +13,7 @@ from tiny_models import ARCHITECTURES, build_config, build_model
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.loader import load_config
 from llmsched.engine.model.source import locate
-from llmsched.engine.model.support import _RECURRENT, DECODERS, check_supported, refusal_of_file
+from llmsched.engine.model.support import _INDEXED, _RECURRENT, DECODERS, check_supported, refusal_of_file
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 QWEN3_NEXT = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
@@ -24,8 +24,12 @@ def write_config(directory: Path, config: dict[str, Any]) -> str:
     return str(directory)
 
 
-def quantised(method: str) -> dict[str, Any]:
-    return {**LLAMA, "quantization_config": {"quant_method": method, "bits": 4}}
+def quantised(method: str, **settings: Any) -> dict[str, Any]:
+    return {**LLAMA, "quantization_config": {"quant_method": method, **settings}}
+
+
+def compressed(**group: Any) -> dict[str, Any]:
+    return quantised("compressed-tensors", config_groups={"group_0": {"targets": ["Linear"], **group}})
 
 
 #: config.json, and what the refusal must say (fault G15, and attention that the engine does not compute).
@@ -47,10 +51,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
         "Qwen2_5_VLForConditionalGeneration.*more than text",
     ),
-    "gptq": (quantised("gptq"), r"quantised \(gptq\); supported: float32"),
-    "awq": (quantised("awq"), r"quantised \(awq\)"),
-    "fp8": (quantised("fp8"), r"quantised \(fp8\)"),
-    "unnamed": ({**LLAMA, "quantization_config": {"bits": 4}}, "quantised"),
+    "hqq": (quantised("hqq"), r"quantised \(hqq: the format is unknown\); supported: unquantised weights, fp8, AWQ"),
+    "gptq of 3 bits": (quantised("gptq", bits=3), r"quantised \(gptq: 3 bits\)"),
+    "gptq of 2 bits in a module": (quantised("gptq", bits=4, dynamic={"+:up": {"bits": 2}}), r"\(gptq: 2 bits\)"),
+    "gptq for Marlin": (quantised("gptq", bits=4, checkpoint_format="marlin"), r"\(gptq: layout marlin\)"),
+    "awq of 8 bits": (quantised("awq", bits=8), r"\(awq: 8 bits\)"),
+    "awq gemv": (quantised("awq", bits=4, version="gemv"), r"\(awq: layout gemv\)"),
+    "no method": ({**LLAMA, "quantization_config": {"mode": 4}}, r"quantised \(unknown: the format is unknown\)"),
+    "no list": (quantised("gptq", bits=4, dynamic=[1]), r"\(gptq: the settings are not in the form of this method"),
+    "int3": (compressed(weights={"num_bits": 3}), "weights of type int with 3 bits"),
+    "fp6": (compressed(weights={"num_bits": 6, "type": "float"}), "weights of type float with 6 bits"),
+    "marlin": (compressed(weights={"num_bits": 4}, format="marlin-24"), "layout marlin-24"),
+    "sparse": (quantised("compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"}), "weights are sparse"),
+    "rotated": (quantised("compressed-tensors", transform_config={"config_groups": {}, "a": 1}), "it rotates inputs"),
+    "no groups": (quantised("compressed-tensors"), "no config_groups"),
+    "modelopt": (quantised("modelopt", quant_algo="W4A8_AWQ"), r"\(modelopt W4A8_AWQ: quant_algo W4A8_AWQ\)"),
     "own attention": ({"model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"]}, "attention interface"),
     "recurrent": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
     "hybrid": (QWEN3_NEXT, "Qwen3NextForCausalLM.*recurrent"),
@@ -110,11 +125,11 @@ def test_code_from_the_directory_is_never_run(tmp_path: Path) -> None:
         load_config(locate(spec))
 
 
-@pytest.mark.parametrize("model_type", sorted(DECODERS | _RECURRENT))
+@pytest.mark.parametrize("model_type", sorted(DECODERS | _RECURRENT | _INDEXED))
 def test_config_json_and_model_class_agree(model_type: str) -> None:
     from transformers import AutoConfig
 
-    name = (DECODERS | _RECURRENT)[model_type]
+    name = (DECODERS | _RECURRENT | _INDEXED)[model_type]
     config = AutoConfig.for_model(model_type, architectures=[name])
     content = {"model_type": model_type, "architectures": [name]}
     if model_type in DECODERS:
@@ -134,8 +149,8 @@ def test_config_json_shows_vision_and_layer_types() -> None:
 
 def test_m02_quantised_weights_that_only_the_file_beside_the_config_names_are_refused(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA)
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ModelError, match=r"its weights are quantised \(modelopt NVFP4\)"):
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "INT4_AWQ"}}))
+    with pytest.raises(ModelError, match=r"its weights are quantised \(modelopt INT4_AWQ: quant_algo INT4_AWQ\)"):
         load_config(locate(model))
 
 

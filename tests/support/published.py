@@ -167,4 +167,4 @@ class PublishedRow:
 
 @cache
 def _planner(content: str) -> ModelPlanner:
-    return ModelPlanner(json.loads(content))
+    return ModelPlanner(json.loads(content), packed=False)  # other engines hold weights as in the files
