@@ -10,9 +10,9 @@ a block table after the context, or before a sliding window, are never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, Required, TypedDict
+from typing import Any, NamedTuple, Required, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmsched.kernels.activations import ACTIVATIONS as ACTIVATIONS
+from llmsched.kernels.activations import Activation as Activation
+from llmsched.kernels.experts import route as route
+from llmsched.kernels.experts import run_experts as run_experts
 from llmsched.kernels.packed_matrix import PackedMatrix
-
-#: Activation functions of MLPs; gelu_tanh is GELU with the approximation by tanh.
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
-
 
 Int32 = npt.NDArray[np.int32]
 #: Function that copies an array to the device and returns the copy.

@@ -26,13 +26,15 @@ class ModelShape:
     weights: Weights
     vocab_size: int
     hidden_size: int
-    inner_size: int  # width of the MLP that one token passes through
+    inner_size: int  # width of the MLP that one token passes through, or of all its experts together
     max_position: int | None  # longest context in tokens; None if it is unlimited
     notes: tuple[str, ...] = ()
     heads: int = 0
     query_size: int = 0  # width of all query heads together
     whole_scores: bool = False  # True if a CPU must hold all attention scores at once
     fp8_kv: bool = False  # True if the checkpoint has scales for an fp8 KV cache
+    experts_per_token: int = 0
+    expert_size: int = 0  # width of one routed expert
     exact: bool = True  # True if all weights and activations are counted exactly
 
 
@@ -64,7 +66,7 @@ def model_shape(
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
             raise ModelError(f"config has {name} {size!r}; it must be a whole number, 0 or more")
     heads = LayerReader(fields).heads() if geometry.caches_kv else 0
-    quantization, inner = quantization_of(fields), inner_size(fields)
+    quantization, (chosen, expert_size) = quantization_of(fields), expert_sizes(fields)
     assumed = tuple(fields.assumed())
     if fields.get("num_experts") and not fields.get("num_experts_per_tok"):
         assumed += ("activations are not counted in full: the config does not state num_experts_per_tok",)
@@ -73,13 +75,15 @@ def model_shape(
         weights=weights,
         vocab_size=vocab or 0,
         hidden_size=hidden or 0,
-        inner_size=inner,
+        inner_size=inner_size(fields),
         max_position=position,
         notes=notes + assumed,
         heads=heads,
         query_size=heads * max((group.head_dim_k for group in geometry.groups), default=0),
         whole_scores=fields.model_type in ("gpt_oss", "bloom", "mpt")
         or bool(fields.get("attn_logit_softcapping") or fields.get("alibi")),
+        experts_per_token=chosen,
+        expert_size=expert_size,
         fp8_kv=quantization is not None and quantization.fp8_kv,
         exact=weights.exact and bool(vocab and hidden) and not assumed,
     )
@@ -87,6 +91,15 @@ def model_shape(
 
 def inner_size(fields: Fields) -> int:
     """Return the width of the dense MLP or of all experts that one token uses, whichever is larger."""
-    dense = max(fields.mlp_size) if isinstance(fields.mlp_size, list) else fields.mlp_size
-    routed = (fields.get("num_experts_per_tok") or 0) * fields.get("moe_intermediate_size", default=dense)
-    return max(int(dense), int(routed + (fields.get("shared_expert_intermediate_size") or 0)))
+    chosen, size = expert_sizes(fields)
+    return max(_dense_size(fields), chosen * size + int(fields.get("shared_expert_intermediate_size") or 0))
+
+
+def expert_sizes(fields: Fields) -> tuple[int, int]:
+    """Return the number of routed experts that one token uses, and the width of one expert."""
+    size = fields.get("moe_intermediate_size", default=_dense_size(fields))
+    return int(fields.get("num_experts_per_tok") or 0), int(size)
+
+
+def _dense_size(fields: Fields) -> int:
+    return int(max(fields.mlp_size) if isinstance(fields.mlp_size, list) else fields.mlp_size)

@@ -1,21 +1,26 @@
 """Peak memory of a step besides weights and KV, as a function of its numbers of tokens, sequences and context tokens.
 
-A step runs MLPs, attention and the sampler one after the other, so the peak in bytes is the largest of
+A step runs MLPs or experts, attention and the sampler one after the other, so the peak in bytes is the largest of
 
     MLP        tokens x (4 x hidden + 3 x inner + 2 x head_dim) x dtype
                (residual, its normalised copy, two vectors of attention; gate, up and their product; rotary tables)
+    experts    tokens x (4 x hidden + chosen x (hidden + expert)) x dtype + tokens x chosen x 12
+               (residual, its normalised copy, output of the shared MLP, sum; inputs and outputs of the second products
+               of all experts; numbers, weights and order of the experts). On a CPU, where one expert after the other
+               computes: tokens x ((4 x hidden + 3 x expert) x dtype + 2 x hidden x 4)
+               (the third and fourth are rows and outputs of one expert; gate, up and their product; sums in fp32)
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
                + context x bytes per token of the keys and values that one layer gathers for one sequence
     sampler    sequences x vocab x dtype + 3 x min(sequences x vocab x 4, limit)
                (the second term is for sequences with penalties or log-probabilities; the others are sampled without a
                copy, but on a CPU each thread needs vocab x 8 bytes, which are not counted)
 
-`dtype` is the size of one number in bytes; `limit` is 1/1024 of the device's memory, but at least 16 MiB; hidden,
-inner, query, kv, head_dim and vocab are sizes of the model. A CPU without bfloat16 instructions computes products of
-16-bit numbers in fp32 and then rounds them, so the MLP needs tokens x inner x 6 bytes more, because gate and up are
-computed as one product. Where matrices stay quantised, the MLP needs 2 MiB more, into which parts of them are unpacked.
-The attention term applies only to CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the
-bytes that torch allocates.
+`dtype` is the size of one number in bytes; `limit` is 1/1024 of the device's memory, but at least 16 MiB; chosen is the
+number of routed experts per token and expert the width of one; hidden, inner, query, kv, head_dim and vocab are sizes
+of the model. A CPU without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so
+the MLP needs tokens x inner x 6 bytes more, because gate and up are computed as one product. Where matrices stay
+quantised, the MLP needs 2 MiB more, into which parts of them are unpacked. The attention term applies only to CPUs,
+because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates.
 graph_memory.py has the memory of CUDA graphs.
 """
 
@@ -40,6 +45,8 @@ LOGITS_COPIES = 3
 CHUNK_TILE = 128
 
 _FLOAT32 = 4
+#: Bytes of an expert's number, of the weight of its output, and of the place of both in the order of all pairs.
+_PAIR_BYTES = 12
 
 
 def logits_limit(device_bytes: int) -> int:
@@ -68,6 +75,7 @@ def activation_bytes(
         mlp += TILE_NUMBERS * _FLOAT32
     if float32_products:
         mlp += num_tokens * shape.inner_size * (2 * _FLOAT32 - dtype_bytes)
+    mlp = max(mlp, expert_bytes(shape, num_tokens, dtype_bytes, kind))
     logits = num_seqs * shape.vocab_size
     sampler = logits * dtype_bytes + LOGITS_COPIES * min(_FLOAT32 * logits, logits_bytes)
     if kind == "cuda":
@@ -80,6 +88,15 @@ def activation_bytes(
 def mlp_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
     head_dim = max(group.head_dim_k for group in shape.geometry.groups)
     return num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
+
+
+def expert_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int, kind: Literal["cuda", "cpu"] = "cuda") -> int:
+    hidden, chosen, size = shape.hidden_size, shape.experts_per_token, shape.expert_size
+    if not chosen:
+        return 0
+    if kind == "cpu":
+        return num_tokens * ((4 * hidden + 3 * size) * dtype_bytes + 2 * hidden * _FLOAT32)
+    return num_tokens * ((4 * hidden + chosen * (hidden + size)) * dtype_bytes + chosen * _PAIR_BYTES)
 
 
 def _attention_bytes(shape: ModelShape, group: LayerGroup, num_tokens: int, dtype_bytes: int, context: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmsched.engine.memory.activations import mlp_bytes
+from llmsched.engine.memory.activations import expert_bytes, mlp_bytes
 
 if TYPE_CHECKING:
     from llmsched.engine.architecture.shape import ModelShape
@@ -43,4 +43,5 @@ def graph_bytes(shape: ModelShape, max_rows: int, dtype_bytes: int) -> int:
     sizes = graph_sizes(max_rows)
     logits = sum(sizes) * shape.vocab_size * dtype_bytes
     layers = sum(group.layers for group in shape.geometry.groups)
-    return mlp_bytes(shape, sizes[-1], dtype_bytes) + logits + len(sizes) * layers * LAYER_BYTES
+    mlp = max(of_layer(shape, sizes[-1], dtype_bytes) for of_layer in (mlp_bytes, expert_bytes))
+    return mlp + logits + len(sizes) * layers * LAYER_BYTES

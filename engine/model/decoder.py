@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.model.experts import ExpertParts
+from llmsched.engine.model.modules import Linear, Norm, UnknownStructureError
 from llmsched.engine.model.packed_modules import PackedLinear
 from llmsched.engine.model.paged import KVCache, PagedContext, PagedModel
 from llmsched.engine.model.probe import AttentionCall
-from llmsched.engine.model.structure import LayerParts, Linear, Norm, UnknownStructureError, read_structure
+from llmsched.engine.model.structure import LayerParts, MlpParts, read_structure
+from llmsched.kernels.activations import Activation
 from llmsched.kernels.dispatch import backend_name, load_backend, prepare_attention
 from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.reference import Put
@@ -40,8 +43,25 @@ class Product(NamedTuple):
     bias: Tensor | None
 
 
+class Mlp(NamedTuple):
+    up: Product
+    down: Product
+    activation: Activation
+    gated: bool
+
+    @classmethod
+    def of(cls, parts: MlpParts) -> Mlp:
+        return cls(product(parts.up), product([parts.down]), parts.activation, parts.gated)
+
+    def compute(self, kernels: Any, rows: Tensor) -> Tensor:
+        activate = kernels.gated if self.gated else kernels.activated
+        output: Tensor = kernels.linear(activate(kernels.linear(rows, *self.up), self.activation), *self.down)
+        return output
+
+
 class Layer(NamedTuple):
     project: Product
+    wide_norms: tuple[Tensor, ...]  # weights of norms over the queries of all heads, and over the keys of all heads
     clip: float | None  # limits the size of queries, keys and values
     heads: dict[str, Any]  # keyword arguments of `rotate_and_write`
     rotary: int  # index of the layer's rotary embedding
@@ -49,8 +69,9 @@ class Layer(NamedTuple):
     output: Product
     attention_norm: Tensor | None  # weights of a norm after attention
     middle_norm: tuple[()] | Norm  # norm before the MLP; empty if the MLP reads the same norm as attention
-    up: Product
-    down: Product
+    mlp: Mlp | None  # in a layer with experts, the MLP that every token passes through, if there is one
+    experts: ExpertParts | None
+    shared_gate: Product | None
     mlp_norm: Tensor | None  # weights of a norm after the MLP
     next_norm: Norm  # first norm of the next layer, or the model's last norm
 
@@ -84,49 +105,52 @@ class FusedDecoder:
         self._compare(model, plain)
 
     def _fuse(self, layer: LayerParts, call: AttentionCall, next_norm: Norm) -> Layer:
-        norms = {"query_weight": layer.query_norm, "key_weight": layer.key_norm}
-        norms |= {name: self._rule[name] for name in ("eps", "offset")}
+        weights = tuple(weight for weight in (layer.query_norm, layer.key_norm) if weight is not None)
+        wide = any(len(weight) != call.shape.key_dim for weight in weights)
+        norms = dict(zip(("query_weight", "key_weight"), () if wide else weights, strict=False))
+        if norms:
+            norms |= {name: self._rule[name] for name in ("eps", "offset")}
         return Layer(
             project=product(layer.projections),
+            wide_norms=weights if wide else (),
             clip=layer.clip,
-            heads={"by_group": self._parts.traits.by_group} | ({} if layer.query_norm is None else norms),
+            heads={"by_group": self._parts.traits.by_group} | norms,
             rotary=self._rotaries.index(_rotary(layer, call)),
             call=call,
             output=product([layer.output]),
             attention_norm=layer.branch_norms[0],
             middle_norm=layer.mlp_norm or (),
-            up=product(layer.up),
-            down=product([layer.down]),
+            mlp=None if layer.mlp is None else Mlp.of(layer.mlp),
+            experts=layer.experts,
+            shared_gate=None if layer.shared_gate is None else product([layer.shared_gate]),
             mlp_norm=layer.branch_norms[1],
             next_norm=next_norm,
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
-        kernels, rule, traits = self._kernels, self._rule, self._parts.traits
-        linear, activate = kernels.linear, kernels.gated if traits.gated else kernels.activated
+        kernels, rule, traits, factors = self._kernels, self._rule, self._parts.traits, self._parts.factors
+        linear = kernels.linear
         lengths = (context.cu_seqlens_q, context.context_lens)
         slots, block_tables = context.slot_mapping.unbind(0), context.block_tables.unbind(0)
-        residual = self._parts.embed(input_ids)
+        residual = _scaled(self._parts.embed(input_ids), factors.embedding)
         tables = self._tables(residual, positions)
         normed = kernels.add_norm(residual, None, *self._parts.layers[0].attention_norm, **rule)
         for index, layer in enumerate(self._layers):
             keys, values, group = context.cache.of_layer(index)
             call = layer.call
             # Each tensor is an argument or replaces `branch`, so that none is kept longer than the memory plan says.
-            branch = linear(normed, *layer.project)
-            if layer.clip is not None:
-                branch.clamp_(-layer.clip, layer.clip)
+            branch = self._project(layer, normed)
             branch = kernels.rotate_and_write(branch, *tables[layer.rotary], keys, values, slots[group], **layer.heads)
             branch = kernels.paged_attention(
                 branch, keys, values, block_tables[group], *lengths,
                 work=context.works[index], scale=call.scale, window=call.shape.window, softcap=call.softcap,
-                slopes=call.slopes,
+                sinks=call.sinks, slopes=call.slopes,
             )  # fmt: skip
-            branch = linear(branch.flatten(1), *layer.output)
+            branch = _scaled(linear(branch.flatten(1), *layer.output), factors.residual)
             if traits.parallel:
                 if layer.middle_norm:
                     normed = kernels.add_norm(residual, None, *layer.middle_norm, **rule)
-                branch += linear(activate(linear(normed, *layer.up), traits.activation), *layer.down)
+                branch += _scaled(self._mlp(layer, normed), factors.residual)
             else:
                 residual = normed if traits.after_norm else residual
                 normed = kernels.add_norm(
@@ -134,11 +158,33 @@ class FusedDecoder:
                 )
                 del branch
                 residual = normed if traits.after_norm else residual
-                branch = linear(activate(linear(normed, *layer.up), traits.activation), *layer.down)
+                branch = _scaled(self._mlp(layer, normed), factors.residual)
             normed = kernels.add_norm(residual, branch, *layer.next_norm, branch_weight=layer.mlp_norm, **rule)
-        logits: Tensor = linear(normed if logit_rows is None else normed[logit_rows], *self._head)
+        logits = linear(normed if logit_rows is None else normed[logit_rows], *self._head)
+        logits = _scaled(logits, 1 / factors.logits)
         softcap = self._parts.softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def _project(self, layer: Layer, rows: Tensor) -> Tensor:
+        """Return queries, keys and values before their rotation."""
+        projected: Tensor = self._kernels.linear(rows, *layer.project)
+        start = 0
+        for weight in layer.wide_norms:
+            part = projected[:, start : (start := start + len(weight))]
+            part.copy_(self._kernels.add_norm(part.contiguous(), None, weight, **self._rule))
+        return projected if layer.clip is None else projected.clamp_(-layer.clip, layer.clip)
+
+    def _mlp(self, layer: Layer, rows: Tensor) -> Tensor:
+        """Return the output of the layer's MLP, or of its experts and the MLP beside them."""
+        kernels = self._kernels
+        output = None if layer.mlp is None else layer.mlp.compute(kernels, rows)
+        if layer.shared_gate is not None and output is not None:
+            output *= kernels.linear(rows, *layer.shared_gate).sigmoid()
+        if layer.experts is None:
+            assert output is not None
+            return output
+        mixed = layer.experts.compute(kernels, rows)
+        return mixed if output is None else mixed.add_(output)
 
     def _tables(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the cosines and sines of each rotary embedding at `positions`, each [T, rotated dimensions]."""
@@ -150,6 +196,8 @@ class FusedDecoder:
                 cos, sin = self._parts.rotary(
                     hidden[None], positions[None], **({} if kind is None else {"layer_type": kind})
                 )
+            if self._parts.traits.half_tables:
+                cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
             found.append((cos[0].contiguous(), sin[0].contiguous()))
         return found
 
@@ -177,6 +225,10 @@ class FusedDecoder:
         return model.forward(ids, positions, context, None).float()
 
 
+def _scaled(rows: Tensor, factor: float) -> Tensor:
+    return rows if factor == 1 else rows.mul_(factor)
+
+
 def _rotary(layer: LayerParts, call: AttentionCall) -> str | bool | None:
     return layer.kind if layer.rotates and call.slopes is None else False
 
@@ -186,8 +238,6 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
     # `rotated` has the number of rotated dimensions of a head for each rotary embedding.
     for call in calls:
         shape = call.shape
-        if call.has_sinks:
-            raise UnknownStructureError("attention has sinks")
         if shape.key_dim != shape.value_dim:
             raise UnknownStructureError("keys and values differ in width")
         if max(rotated) > shape.key_dim:

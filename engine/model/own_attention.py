@@ -37,7 +37,7 @@ def own_attention(model: PreTrainedModel) -> list[AttentionCall] | None:
     elif config.model_type == "stablelm":
         kv_heads = config.num_key_value_heads
     shape, item_size = LayerShape(kv_heads, dim, dim), model.dtype.itemsize
-    return [AttentionCall(shape, scale, None, False, heads, item_size, slopes)] * config.num_hidden_layers
+    return [AttentionCall(shape, scale, None, None, heads, item_size, slopes)] * config.num_hidden_layers
 
 
 def alibi_slopes(heads: int) -> Tensor:

@@ -43,7 +43,7 @@ class AttentionCall(NamedTuple):
     shape: LayerShape
     scale: float  # factor of the scores
     softcap: float | None
-    has_sinks: bool
+    sinks: torch.Tensor | None  # see `paged_attention`
     heads: int  # of the query
     item_size: int  # bytes of an element of the query
     slopes: torch.Tensor | None = None
@@ -142,7 +142,7 @@ def recording_attention(
             )
     shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    paged_context[layer] = AttentionCall(shape, scale, softcap, s_aux is not None, query.shape[1], query.element_size())
+    paged_context[layer] = AttentionCall(shape, scale, softcap, s_aux, query.shape[1], query.element_size())
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -14,10 +14,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from llmsched.engine.config import ModelImplementation
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.model.decoder import FusedDecoder
+from llmsched.engine.model.modules import UnknownStructureError
 from llmsched.engine.model.own_attention import own_attention
 from llmsched.engine.model.paged import PagedContext, PagedModel
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
-from llmsched.engine.model.structure import UnknownStructureError
 
 IMPLEMENTATION = "llmsched_paged"
 

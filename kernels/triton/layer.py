@@ -119,6 +119,18 @@ def rotary_kernel(
 
 
 @triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """Return activation(x). The number of the activation is its index in `Activation`."""
+    if ACTIVATION == 1:  # gelu
+        y = 0.5 * x * (1 + tl.erf(0.7071067811865476 * x))
+    elif ACTIVATION == 2:  # gelu_tanh: 0.5 x (1 + tanh(z)) is x times the sigmoid of 2 z
+        y = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:  # silu
+        y = x / (1 + tl.exp(-x))
+    return y
+
+
+@triton.jit
 def activation_kernel(
     rows,  # [T, 2 if GATED else 1, SIZE]
     output,  # [T, SIZE]
@@ -128,19 +140,13 @@ def activation_kernel(
     GATED: tl.constexpr,
 ):
     """Compute `reference.gated` or `reference.activated` for BLOCK numbers of one token."""
-    # Token and block are the program ids. The number of the activation is its index in `reference.Activation`.
+    # Token and block are the program ids.
     token = tl.program_id(0).to(tl.int64)
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = numbers < SIZE
     row = rows + token * (2 if GATED else 1) * SIZE + numbers
     gate = tl.load(row, mask=inside, other=0.0)
-    x = gate.to(tl.float32)
-    if ACTIVATION == 1:  # gelu
-        y = 0.5 * x * (1 + tl.erf(0.7071067811865476 * x))
-    elif ACTIVATION == 2:  # gelu_tanh: 0.5 x (1 + tanh(z)) is x times the sigmoid of 2 z
-        y = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    else:  # silu
-        y = x / (1 + tl.exp(-x))
+    y = activate(gate.to(tl.float32), ACTIVATION)
     if GATED:
         y *= tl.load(row + SIZE, mask=inside, other=0.0).to(tl.float32)
     tl.store(output + token * SIZE + numbers, y.to(gate.dtype), mask=inside)

@@ -16,6 +16,8 @@ from torch import Tensor
 from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
 from llmsched.kernels.reference import linear as linear
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
+from llmsched.kernels.triton.expert_ops import route as route
+from llmsched.kernels.triton.expert_ops import run_experts as run_experts
 from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import (

@@ -19,10 +19,10 @@ from llmsched.engine.executor.base import ScheduledRow
 from llmsched.engine.executor.graphs import DecodeGraphs, Recording
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.kernels import dispatch
-from llmsched.kernels.triton import ops
+from llmsched.kernels.triton import expert_ops, ops
 from llmsched.kernels.triton.tiling import Gpu
 
-KERNELS = [name for name in vars(ops) if name.endswith("_kernel")]
+KERNELS = [(module, name) for module in (ops, expert_ops) for name in vars(module) if name.endswith("_kernel")]
 #: Architectures that only the fused decoder computes.
 FUSED = ("bloom", "mpt", "falcon", "falcon_alibi", "falcon_new", "stablelm")
 CASES = [(arch, impl) for arch in ARCHITECTURES for impl in ("auto", "transformers")[: 1 + (arch not in FUSED)]]
@@ -63,8 +63,8 @@ def test_launches_are_the_same_for_all_contexts(arch: str, impl: Any, monkeypatc
     sizes = {"num_blocks": LENGTH // 4, "block_size": 4, "kv_dtype": torch.float32}
     executor = TorchExecutor(model, **sizes, device="cpu", model_impl=impl)
     launches: Launches = []
-    for name in KERNELS:
-        monkeypatch.setattr(ops, name, Kernel(name, launches))
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Kernel(name, launches))
     monkeypatch.setattr(ops, "gpu_properties", lambda _: Gpu(132, 90))
     monkeypatch.setattr(dispatch, "load_backend", lambda _: ops)
     monkeypatch.setattr(DecodeGraphs, "check", lambda *_: None)

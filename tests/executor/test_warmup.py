@@ -17,6 +17,7 @@ from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.kernels.dispatch import num_compiled
 from llmsched.kernels.reference import AttentionShape
 from llmsched.kernels.triton import ops
+from llmsched.kernels.triton.expert_ops import choose_expert_tiling
 from llmsched.kernels.triton.tiling import Gpu, Tiling
 
 Variant = Tiling | Literal["join"]
@@ -56,6 +57,19 @@ def test_every_batch_finds_its_attention_kernel(data: st.DataObject) -> None:
         counts[0] += data.draw(st.integers(0, min(tokens - num_rows, length - 1)))
         contexts = [data.draw(st.integers(0, length - count)) for count in counts[:2]] + [0] * (num_rows - 2)
         assert variants(list(zip(contexts, counts, strict=False)), layer, gpu) <= warm
+
+
+@given(st.integers(1, 8192), st.integers(1, 512), st.integers(1, 256), st.integers(1, 10), st.data())
+def test_every_batch_finds_its_kernel_of_experts(
+    tokens: int, seqs: int, num_experts: int, chosen: int, data: st.DataObject
+) -> None:
+    chosen = min(chosen, num_experts)
+    warm = {
+        choose_expert_tiling(chosen * sum(count for _, count in step.rows), num_experts, 2)
+        for step in warmup_steps(tokens, seqs, 8192)
+    }
+    count = data.draw(st.integers(1, tokens))
+    assert choose_expert_tiling(chosen * count, num_experts, 2) in warm
 
 
 def test_nothing_is_compiled_after_the_warm_up_on_a_cpu() -> None:

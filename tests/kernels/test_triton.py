@@ -20,8 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from llmsched.kernels.reference import AttentionShape
-from llmsched.kernels.triton import ops
+from llmsched.kernels.triton import expert_ops, ops
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
+from llmsched.kernels.triton.experts import expert_kernel, order_kernel, route_kernel
 from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import Gpu, choose_tiling
@@ -49,10 +50,10 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 63
+    assert len(differences) == 63 + 33
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
-    assert differences["write_kv"] == differences["sample"] == 0
+    assert differences["write_kv"] == differences["sample"] == differences["ties"] == 0
 
 
 def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
@@ -207,6 +208,56 @@ def test_layer_kernels_compile(name: str, arch: int, tmp_path: Path) -> None:
     kernel, constants, types = LAYER_KERNELS[name]
     types = {**dict.fromkeys(kernel.arg_names, "*bf16"), "eps": "fp32", "offset": "fp32", **types}
     assert resources(compile_ahead(kernel, arch, types, constants), tmp_path)["STACK"] == 0
+
+
+#: Experts of Qwen3-30B-A3B: first product, second product; and those of gpt-oss-20b.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "up": {"EXPERTS": 128, "WIDTH": 1536, "SIZE": 2048, "CHOSEN": 8, "GATED": True, "column_stride": 1},
+    "down": {"EXPERTS": 128, "WIDTH": 2048, "SIZE": 768, "CHOSEN": 8, "GATED": False, "column_stride": 1},
+    "gpt-oss up": {
+        **{"EXPERTS": 32, "WIDTH": 5760, "SIZE": 2880, "CHOSEN": 4, "GATED": True, "row_stride": 1},
+        **{"INTERLEAVED": True, "LIMITED": True, "BIAS": True},
+    },
+}
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize(("dtype", "pairs"), [("bf16", 8), ("bf16", 1 << 14), ("fp32", 8), ("fp32", 1 << 14)])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_products_of_experts_compile(name: str, dtype: str, pairs: int, arch: int, tmp_path: Path) -> None:
+    constants = {"INTERLEAVED": False, "LIMITED": False, "BIAS": False, "ACTIVATION": 0, **EXPERTS[name]}
+    tiling = expert_ops.choose_expert_tiling(pairs, constants["EXPERTS"], ITEM_SIZE[dtype])
+    blocks = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
+    constants |= blocks | {"BLOCK_E": constants["EXPERTS"]}
+    types = {
+        **dict.fromkeys(("rows", "matrices", "biases", "output"), f"*{dtype}"),
+        **dict.fromkeys(("order", "starts"), "*i32"),
+        **dict.fromkeys(("expert_stride", "row_stride", "column_stride"), "i32"),
+        **dict.fromkeys(("slope", "limit", "shift"), "fp32"),
+        "weights": "*fp32",
+    }
+    compiled = compile_ahead(
+        expert_kernel, arch, types, constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages
+    )
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    used = resources(compiled, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+    tensor_cores = re.search(r"mma\.sync|wgmma\.mma_async", compiled.asm["ptx"]) is not None
+    assert tensor_cores == (dtype != "fp32")
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize(("groups", "size", "warps"), [(1, 128, 1), (8, 32, 4), (1, 512, 4)])
+def test_routing_compiles(arch: int, groups: int, size: int, warps: int, tmp_path: Path) -> None:
+    types = {"logits": "*fp32", "correction": "*fp32", "experts": "*i32", "weights": "*fp32", "factor": "fp32"}
+    constants = {"GROUPS": groups, "SIZE": size, "CHOSEN": 8, "CHOSEN_GROUPS": min(groups, 4), "GROUP_BEST": 2}
+    constants |= {"SIGMOID": groups > 1, "NORMALISED": True, "CORRECTED": groups > 1}
+    constants |= {"BLOCK_G": groups, "BLOCK_S": size, "BLOCK_C": 8}
+    routing = compile_ahead(route_kernel, arch, types, constants, num_warps=warps)
+    types = {**dict.fromkeys(("experts", "order", "starts"), "*i32"), "num_pairs": "i32"}
+    ordering = compile_ahead(order_kernel, arch, types, {"BLOCK": expert_ops.ORDER_BLOCK})
+    for compiled in (routing, ordering):
+        assert resources(compiled, tmp_path)["STACK"] == 0
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])

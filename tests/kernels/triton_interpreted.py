@@ -16,9 +16,11 @@ from unittest.mock import patch
 import torch
 from batches import Shape, make_batch
 from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, rotary_difference
+from mixtures import MIXTURES, ROUTINGS, mixture_difference, routing_difference
 from triton.runtime import interpreter
 
 from llmsched.kernels import reference
+from llmsched.kernels.experts import Routing
 from llmsched.kernels.reference import AttentionShape
 from llmsched.kernels.triton import ops, tiling
 
@@ -165,6 +167,17 @@ def sampling_differences() -> int:
     return count
 
 
+def tie_differences() -> int:
+    """Return how many choices among equal scores are not those with the lowest numbers, or out of range."""
+    logits = torch.randint(3, (20, 40), generator=torch.Generator().manual_seed(0)).float()
+    count = 0
+    for groups in (1, 8):
+        found, _ = ops.route(logits, Routing(5, groups=groups, chosen_groups=groups))
+        count += int((found != logits.sort(dim=1, descending=True, stable=True).indices[:, :5]).sum())
+    found, _ = ops.route(torch.full_like(logits, float("nan")), Routing(5))
+    return count + int(((found < 0) | (found >= 40)).sum())
+
+
 def mend_the_interpreter() -> None:
     """Triton 3.6 makes a loop's bound of an array with one element, which NumPy 2.4 no longer does by itself."""
     original = interpreter._patch_lang_tensor
@@ -200,6 +213,11 @@ def main() -> None:
         for activation in reference.ACTIVATIONS:
             name = f"gate, {activation}, {dtype}"
             differences[name] = gate_difference(ops, reference, 2, 1100, dtype, activation)
+        for name in ROUTINGS:
+            differences[f"routing, {name}, {dtype}"] = routing_difference(ops, reference, name, 9, dtype)
+        for name in MIXTURES:
+            differences[f"experts, {name}, {dtype}"] = mixture_difference(ops, reference, name, dtype)
+    differences["ties"] = tie_differences()
     print(json.dumps(differences))
 
 

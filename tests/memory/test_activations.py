@@ -17,6 +17,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     PretrainedConfig,
+    Qwen3MoeConfig,
 )
 
 from llmsched.engine.architecture.shape import model_shape
@@ -92,6 +93,23 @@ def chunk(start: int, num_tokens: int) -> StepPlan:
     return StepPlan(
         [ScheduledRow(sequence, start, num_tokens, np.arange(-(-end // 16), dtype=np.int32)[None], sample=True)]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_stay_within_the_plan_and_near_it(dtype: torch.dtype) -> None:
+    """Every expert has all tokens: the most that a CPU, where experts compute one after the other, can need."""
+    sizes = {"hidden_size": 256, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2}
+    config = Qwen3MoeConfig(**sizes, **heads, intermediate_size=64, vocab_size=100, max_position_embeddings=1024)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    executor = TorchExecutor(model, num_blocks=64, block_size=16, device="cpu", kv_dtype=dtype, model_impl="fused")
+    executor.warmup(512, 4, 1024)
+    measured = peak_bytes(lambda: executor.warmup(512, 4, 1024))
+    shape = model_shape(config, dtype_bytes=dtype.itemsize)
+    wide = dtype is torch.bfloat16 and not computes_bf16("cpu")
+    found = activation_bytes(shape, 512, 4, dtype.itemsize, kind="cpu", context=512, float32_products=wide)
+    assert 0.7 * found <= measured <= 1.05 * found, (measured / 512, found / 512)
 
 
 NARROW = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

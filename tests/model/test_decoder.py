@@ -62,6 +62,13 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox without parallel residual": ("gpt_neox", {"use_parallel_residual": False}),
     "phi": ("phi", {}),
     "starcoder2": ("starcoder2", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 24, "num_experts_per_tok": 5}),
+    "olmoe": ("olmoe", {"clip_qkv": 0.5}),
+    "granitemoe": ("granitemoe", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "gpt_oss": ("gpt_oss", {}),
 }
 #: Variants of models that only the fused decoder can run; executor/test_parity.py has the usual ones.
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,8 +80,6 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: Models that it leaves to transformers: architecture, changes, and what it says.
 UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mixture of experts": ("qwen3_moe", {}, "the MLP .* experts"),
-    "sinks and experts": ("gpt_oss", {}, "the MLP|self_attn|attention"),
     "another model": ("gpt2", {}, "the decoder .*wpe"),
     "another activation": ("llama", {"hidden_act": "relu"}, "activation .* is unknown"),
 }
@@ -182,14 +187,10 @@ def test_other_models_run_through_transformers(case: str, caplog: pytest.LogCapt
 
 
 def test_factors_between_modules_are_noticed() -> None:
-    """Granite consists of the same modules as Llama, but multiplies embeddings, residuals and scores by factors."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    config = AutoConfig.for_model("granite", **sizes, **heads, residual_multiplier=0.3)
+    model = build_model("llama", seed=3)
+    model.model.layers[1].register_forward_hook(lambda layer, inputs, output: 0.7 * output)
     with pytest.raises(ConfigError, match="its logits would differ by"):
-        paged_model(AutoModelForCausalLM.from_config(config).eval(), "fused")
+        paged_model(model, "fused")
 
 
 @pytest.mark.parametrize("family", ["glm", "helium"])

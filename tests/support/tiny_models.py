@@ -49,6 +49,30 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}),
+    "granitemoe": (
+        "granitemoe",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.5},
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
+            **{"head_dim": 32, "use_qk_norm": True},
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": WINDOW, "head_dim": 16}),
     "phi3": ("phi3", {"sliding_window": None}),
     "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": False}),
@@ -157,6 +181,9 @@ def build_model(arch: str, *, seed: int = 0, **overrides: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith((".bias", ".sinks")) or "norm" in name or ".ln_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model
 
 

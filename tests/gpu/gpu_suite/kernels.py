@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import layers
+import mixtures
 import torch
 from batches import MIXED, SHAPES, Batch, Shape, make_batch
 
@@ -137,6 +138,14 @@ def layer_checks(dtype: torch.dtype) -> dict[str, Callable[[Any], float]]:
     for case in layers.ROTARY_CASES:
         found[f"{short(dtype)} rotary, {case}"] = lambda ops, case=case: layers.rotary_difference(  # type: ignore[misc]
             ops, reference, case, 37, dtype, dtype
+        )
+    for case in mixtures.ROUTINGS:
+        found[f"{short(dtype)} routing, {case}"] = lambda ops, case=case: mixtures.routing_difference(  # type: ignore[misc]
+            ops, reference, case, 300, dtype
+        )
+    for case in mixtures.MIXTURES:
+        found[f"{short(dtype)} experts, {case}"] = lambda ops, case=case: mixtures.mixture_difference(  # type: ignore[misc]
+            ops, reference, case, dtype
         )
     for activation in reference.ACTIVATIONS:
         found[f"{short(dtype)} {activation}"] = lambda ops, activation=activation: layers.gate_difference(  # type: ignore[misc]

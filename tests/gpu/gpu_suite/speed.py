@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from batches import Shape, make_batch
 
 from gpu_suite.limits import DeviceLimits, attempt, beside, copy_bandwidth, limits_of, product_flops, timed
 from gpu_suite.llama import SMALL, Size
 from gpu_suite.rows import CheckRow
 from llmsched.kernels import dispatch
+from llmsched.kernels.experts import Gate, Routing
 
 
 def measure_speed(device: str, *, small: bool) -> Iterator[CheckRow]:
-    """Measure bandwidth, products and attention alone."""
+    """Measure bandwidth, products, attention alone and experts alone."""
     size = SMALL if small else Size()
     copied, multiplied = copy_bandwidth(device, small), product_flops(device, small)
     limits = limits_of(device, copied, multiplied)
@@ -28,6 +30,9 @@ def measure_speed(device: str, *, small: bool) -> Iterator[CheckRow]:
     for case, sequences in attention_cases(size).items():
         name = f"attention alone, {case}"
         yield attempt(name, lambda sequences=sequences, name=name: attention_row(name, size, sequences, device, limits))
+    for tokens in (4,) if small else (1, 8, 32, 128, 2048):
+        name = f"experts alone, {tokens} tokens"
+        yield attempt(name, lambda tokens=tokens, name=name: experts_row(name, tokens, device, limits, small=small))
 
 
 Sequences = tuple[tuple[int, int], ...]
@@ -62,3 +67,26 @@ def attention_row(name: str, size: Size, sequences: Sequences, device: str, limi
     )
     floor = kv_bytes / limits.bandwidth + flops / limits.flops
     return beside(name, seconds, floor, {"kv_bytes": kv_bytes, "flops": flops})
+
+
+def experts_row(name: str, tokens: int, device: str, limits: DeviceLimits, *, small: bool) -> CheckRow:
+    """Time the experts of a layer of Qwen3-30B-A3B, with their router. The floor is one read of the chosen experts."""
+    count, chosen, hidden, inner = (8, 2, 64, 32) if small else (128, 8, 2048, 768)
+    options = {"dtype": torch.bfloat16, "device": device}
+    up = torch.randn(count, 2 * inner, hidden, **options) / hidden**0.5  # type: ignore[call-overload]
+    down = torch.randn(count, hidden, inner, **options) / inner**0.5  # type: ignore[call-overload]
+    router = torch.randn(count, hidden, **options)  # type: ignore[call-overload]
+    rows = torch.randn(tokens, hidden, **options)  # type: ignore[call-overload]
+    backend = dispatch.load_backend(dispatch.backend_name(torch.device(device).type))
+
+    def run() -> torch.Tensor:
+        experts, weights = backend.route(backend.linear(rows, router, None), Routing(chosen))
+        output: torch.Tensor = backend.run_experts(rows, experts, weights, up, down, gate=Gate())
+        return output
+
+    experts, _ = backend.route(backend.linear(rows, router, None), Routing(chosen))
+    read = len(experts.unique()) * (up[0].nbytes + down[0].nbytes)
+    flops = 2 * tokens * chosen * (up[0].numel() + down[0].numel())
+    seconds = timed(run, device, warmup=5, repeats=20)
+    floor = max(read / limits.bandwidth, flops / limits.flops)
+    return beside(name, seconds, floor, {"weight_bytes": read, "flops": flops})
