@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.config import EngineConfig
+from llmsched.engine.grammar.spec import GrammarSpec
 from llmsched.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "FinishReason",
+    "GrammarSpec",
     "Request",
     "RequestOutput",
     "SamplingParams",

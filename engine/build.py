@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
 from llmsched.engine.architecture.shape import model_shape
@@ -25,6 +23,7 @@ from llmsched.engine.memory.planner import gguf_weights, plan_memory, refit
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import OpenModel, open_model
 from llmsched.engine.progress import Progress, silent, with_remark
+from llmsched.engine.threads import in_a_thread
 from llmsched.engine.units import human_bytes
 from llmsched.kernels.dispatch import starts_empty
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from llmsched.engine.executor.torch_executor import TorchExecutor
-
-T = TypeVar("T")
 
 #: Knobs that determine what is loaded and reserved; all others only affect scheduling.
 RESERVING = frozenset(
@@ -83,7 +80,7 @@ def build_engine(
     # A thread that has run torch keeps its OpenMP workers until it ends. With more workers than cores, libgomp lets all
     # of them sleep between parallel regions, which costs a decode step of a small model as much again. And torch hands
     # the cuBLAS handle of a thread that has ended on to the next thread, here the engine's.
-    executor, plan = _in_a_thread(lambda: _load(opened, config, resolved, plan, swap, progress))
+    executor, plan = in_a_thread(lambda: _load(opened, config, resolved, plan, swap, progress), "llmsched-warm-up")
     resolved = replace(plan.resolve(config, dtype, kv_dtype), model_impl=executor.model_impl)
     metrics = EngineMetrics(served_model_name or opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
     kv = make_kv(resolved, plan.num_blocks, swap, plan.layout)
@@ -157,22 +154,6 @@ def _load(
     with _within_memory(plan, "computing the largest steps", remedy):
         plan, measured = warm_up()
     return executor, replace(plan, measured=replace(measured, kv=executor.kv_cache_bytes))
-
-
-def _in_a_thread(action: Callable[[], T]) -> T:
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="llmsched-warm-up", daemon=True)
-    thread.start()
-    result = outcome.result()
-    thread.join()
-    return result
 
 
 def _fit(

@@ -8,11 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ParamSpec, Unpack
 
 from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.errors import RequestError
 from llmsched.engine.executor.base import Executor
+from llmsched.engine.grammar.compiler import GrammarCompiler, Vocabulary
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pins import PinState
 from llmsched.engine.metrics import EngineMetrics
@@ -79,8 +81,15 @@ class Engine(StepLoop):
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._finish_times: deque[float] = deque(maxlen=64)
         self._failing: set[str] = set()
+        self._mask_seconds = executor.mask_seconds
         #: Number of the latest sampled rows, in succession, for which the model computed no usable logits.
         self.num_bad_rows = 0
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiler of the grammars for SamplingParams. Any thread may use it; the first use takes up to a second."""
+        vocabulary = Vocabulary(self.tokenizer, self.model.vocab_size, self.model.eos_token_ids)
+        return GrammarCompiler(vocabulary, partial(self.metrics.observe, "grammar_compile_seconds"))
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -202,6 +211,9 @@ class Engine(StepLoop):
             if output.finish_reason is not None:
                 self.scheduler.finish(stream.request, output.finish_reason)
                 self._end(stream, output.finish_reason)
+        if (mask_seconds := self.executor.mask_seconds) > self._mask_seconds:
+            self.observe(self.metrics.observe, "grammar_mask_seconds", mask_seconds - self._mask_seconds)
+            self._mask_seconds = mask_seconds
         self.observe(self.prefixes.changes.update)
         self.observe(self.metrics.observe, "iteration_tokens_total", plan.num_tokens)
         self.recorder.steps += 1

@@ -42,6 +42,8 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_queue_time_seconds": ("Arrival to first scheduled.", _REQUEST_SECONDS),
     "request_prefill_time_seconds": ("First scheduled to first token.", _REQUEST_SECONDS),
     "request_decode_time_seconds": ("First token to last token.", _REQUEST_SECONDS),
+    "grammar_mask_seconds": ("Time per step to find the tokens that grammars allow.", _TOKEN_SECONDS),
+    "grammar_compile_seconds": ("Time to compile a grammar for structured output.", _TOKEN_SECONDS),
 }
 
 #: Help text by name; /metrics appends _total to the name.

@@ -45,7 +45,7 @@ class OutputStream:
         if (token_id := result.token_id) is not None:
             output.token_ids = [token_id]
             output.logprobs = None if result.logprob is None else [result.logprob]
-            stopped_by_id = request.finish_reason is FinishReason.STOP
+            stopped_by_id = request.finish_reason is FinishReason.STOP and token_id in request.stop_ids
             if stopped_by_id:
                 output.stop_reason = None if token_id not in request.sampling.stop_token_ids else token_id
             silent = stopped_by_id and not request.sampling.include_stop_str_in_output

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from llmsched.engine.errors import RequestError
 
 if TYPE_CHECKING:
+    from llmsched.engine.grammar.compiler import Grammar, Matcher
     from llmsched.engine.kv.table import BlockTable, SwappedKV
 
 MAX_N = 128
@@ -47,6 +48,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()  # special tokens that the text has nevertheless
     include_stop_str_in_output: bool = False
+    grammar: Grammar | None = None  # from Engine.grammars; outputs match it, and end when it ends
 
     def __post_init__(self) -> None:
         within("n", self.n, 1, MAX_N)
@@ -119,6 +121,17 @@ class Sequence:
     stop_ids: frozenset[int]  # the first output token in this set ends the sequence
     #: Tokens (0 or 1) at the end that a launched step samples; num_tokens counts them.
     num_pending_tokens: int = field(default=0, init=False)
+    #: State of the sampling's grammar after the output in `token_ids`.
+    matcher: Matcher | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.sampling.grammar is not None:
+            self.matcher = self.sampling.grammar.matcher(ignore_eos=self.sampling.ignore_eos)
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """True if the host must know all tokens before it can sample the next one."""
+        return self.matcher is not None or self.sampling.has_penalties
 
     @property
     def num_tokens(self) -> int:

@@ -197,6 +197,7 @@ class _ServedModel:
 
         (request,) = await self._turns.collect(parsed(), large=True) if large else parsed()
         self.check_model(request.model)
+        large = large or self.preparer.is_large(request)
         return request, await until_disconnect(http.receive, self._turns.collect(steps(request), large=large))
 
     async def answer(

@@ -13,11 +13,13 @@ from llmsched.cli.serve.protocol import (
     CompletionRequest,
     GenerationRequest,
     Message,
+    ModelRequest,
     PrefixRequest,
     Prompt,
 )
 from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
+from llmsched.engine.grammar.compiler import Grammar
 from llmsched.engine.text.chat import render_chat
 from llmsched.engine.text.parsers.notation import Notation
 from llmsched.engine.text.parsers.output_parser import OutputParser
@@ -41,13 +43,23 @@ class Preparer:
     def __init__(self, engine: Engine, notation: Notation | None = None) -> None:
         self._notation = notation or Notation()
         self._check = engine.check
+        self._grammars = engine.grammars
         self._tokenizer = engine.tokenizer
         self._max_model_len = engine.config.max_model_len
         self._defaults = dict(engine.model.sampling_defaults)
 
+    def is_large(self, request: ModelRequest) -> bool:
+        """Return True if a grammar must be compiled, which may take a second."""
+        found = request.grammar_spec() if isinstance(request, GenerationRequest) else None
+        return found is not None and not self._grammars.has(found[1])
+
+    def _grammar(self, request: GenerationRequest) -> Grammar | None:
+        found = request.grammar_spec()
+        return None if found is None else self._grammars.compile(found[1], param=found[0])
+
     def completion(self, request: CompletionRequest) -> Iterator[PreparedPrompt]:
         """Yield the prompts of a completion. Raises RequestError for a bad parameter or an unservable prompt."""
-        extra: dict[str, Any] = {"logprobs": request.logprobs}
+        extra: dict[str, Any] = {"logprobs": request.logprobs, "grammar": self._grammar(request)}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
         for prompt in request.prompt:
@@ -77,6 +89,7 @@ class Preparer:
         end = self._tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
         make_parser = partial(self._notation.parser, functions, opened=self._notation.opens_reasoning(end))
         extra: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
+        extra["grammar"] = self._grammar(request)
         if make_parser() is not None:
             extra["shown_token_ids"] = self._notation.shown_ids
         sampling = self._sampling(request, len(token_ids), self._max_model_len, extra)

@@ -22,8 +22,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
+from llmsched.cli.serve.output_format import ResponseFormat, StructuredOutputs
+from llmsched.cli.serve.request_schema import Schema, wrong
 from llmsched.cli.serve.tool_fields import NamedFunction, Tool, ToolChoice, check_tools
 from llmsched.engine.errors import RequestError
+from llmsched.engine.grammar.spec import GrammarSpec
 from llmsched.engine.request import MAX_LOGPROBS, SamplingParams
 
 #: Most choices (prompts x n) of a request, by default.
@@ -43,44 +46,25 @@ Prompt = str | list[int]
 R = TypeVar("R", bound="Schema")
 
 
-class Schema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    #: Fields of the API that this server does not support -> the only value that it accepts, besides null.
-    unsupported: ClassVar[Mapping[str, Any]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, value: Any) -> Any:
-        """Raise an error for the first unknown field. pydantic's own check would list all, however many."""
-        if isinstance(value, dict) and (unknown := next((k for k in value if k not in cls.model_fields), None)):
-            raise PydanticCustomError("unknown_field", "unknown field '{field}'", {"field": unknown[:100]})
-        return value
-
-
-def _wrong(message: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong_value", "{message}", {"message": message})
-
-
 def _prompts(value: Any) -> list[Prompt]:
     """Return a list of prompts, each a text or a list of token ids. Raises one error, however many are invalid."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise _wrong("must be a text, a list of texts, a list of token ids or a list of such lists, and not empty")
+        raise wrong("must be a text, a list of texts, a list of token ids or a list of such lists, and not empty")
     if all(type(item) is int for item in value):
         return [value]
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
         return value
-    raise _wrong("must be a text, a list of texts, a list of token ids or a list of such lists")
+    raise wrong("must be a text, a list of texts, a list of token ids or a list of such lists")
 
 
 def _one_prompt(value: Any) -> Prompt:
     if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
         return value
-    raise _wrong("must be a text or a list of token ids")
+    raise wrong("must be a text or a list of token ids")
 
 
 #: Validator that puts a single text into a list.
@@ -91,20 +75,20 @@ def _int64(value: int) -> int:
     if not -_INT64 <= value < _INT64:
         text = str(value)
         shown = text if len(text) <= 24 else f"{text[:24]}... ({len(text)} characters)"
-        raise _wrong(f"{shown} is out of range; allowed are 64-bit integers")
+        raise wrong(f"{shown} is out of range; allowed are 64-bit integers")
     return value
 
 
 def _token_biases(value: Any) -> dict[int, float]:
     """Return logit_bias with its keys, which are strings in JSON, as integer token ids."""
     if not isinstance(value, dict):
-        raise _wrong('must be an object such as {"464": -100}')
+        raise wrong('must be an object such as {"464": -100}')
     biases = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key):
-            raise _wrong(f"{key[:40]!r} is not a token id")
+            raise wrong(f"{key[:40]!r} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise _wrong(f"the bias of token {key} must be a number from -100 to 100")
+            raise wrong(f"the bias of token {key} must be a number from -100 to 100")
         biases[int(key)] = float(bias)
     return biases
 
@@ -127,6 +111,10 @@ class ModelRequest(Schema):
 
 class GenerationRequest(ModelRequest):
     """Fields that completions and chat share."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        f"guided_{name}": f"structured_outputs.{name}" for name in ("json", "regex", "choice", "grammar")
+    }
 
     n: Int | None = None
     temperature: float | None = None
@@ -154,6 +142,8 @@ class GenerationRequest(ModelRequest):
     return_token_ids: bool | None = None
     #: Keep only the last tokens of a prompt, at most so many; -1: as many as the context has room for.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # Accepted and ignored: OpenAI's bookkeeping fields and cache hints.
     user: Any = None
@@ -168,6 +158,14 @@ class GenerationRequest(ModelRequest):
     def most_tokens(self) -> int | None:
         """Maximum number of output tokens: max_completion_tokens or max_tokens; None if neither is given."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def grammar_spec(self) -> tuple[str, GrammarSpec] | None:
+        """Return what outputs must match and the field that says so, or None."""
+        if self.structured_outputs is not None:
+            return "structured_outputs", self.structured_outputs.spec()
+        if self.response_format is not None and (spec := self.response_format.spec()) is not None:
+            return "response_format", spec
+        return None
 
     def sampling_fields(self) -> dict[str, Any]:
         names = {f.name for f in fields_of(SamplingParams)} - {"max_tokens"}
@@ -242,7 +240,7 @@ class Message(ChatData):
             refusal = value.get("refusal")
             value["content"] = refusal if isinstance(refusal, str) else ""
         if value.get("role") != "assistant" and value.get("tool_calls"):
-            raise _wrong("only an assistant message can have tool_calls")
+            raise wrong("only an assistant message can have tool_calls")
         if not isinstance(value.get("reasoning_content"), str):
             value.pop("reasoning_content", None)
         if function_call := value.get("function_call"):
@@ -280,7 +278,6 @@ class ChatRequest(TemplateOptions, GenerationRequest):
     unsupported: ClassVar[Mapping[str, Any]] = {
         "functions": [],
         "function_call": "none",
-        "response_format": {"type": "text"},
         "modalities": ["text"],
         "audio": None,
         "prediction": None,
@@ -394,6 +391,8 @@ def _check_combinations(request: GenerationRequest, max_choices: int) -> None:
         raise RequestError("stream_options", "stream_options is only allowed when stream is true")
     if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
         raise RequestError("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+    if request.structured_outputs is not None and request.response_format not in (None, ResponseFormat(type="text")):
+        raise RequestError("structured_outputs", "give either structured_outputs or response_format")
     n = request.n or 1
     prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
     if prompts * n > max_choices:

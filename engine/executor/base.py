@@ -75,6 +75,8 @@ class Executor(ABC):
 
     #: A step may be launched before the previous one was collected, and may read its pending tokens.
     looks_ahead: bool = False
+    #: Seconds that the host has spent on masks of grammars so far.
+    mask_seconds: float = 0.0
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> Pending:

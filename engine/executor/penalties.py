@@ -1,7 +1,8 @@
-"""Changes to logits before sampling: logit_bias, min_tokens and penalties."""
+"""Changes to logits before sampling: logit_bias, min_tokens, penalties and grammars."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from llmsched.engine.executor.buffers import to_device
+from llmsched.engine.grammar.compiler import token_masks
 from llmsched.engine.request import Sequence
 
 
@@ -48,10 +50,12 @@ class LogitEditor:
     - repetition_penalty applies once to each distinct id of prompt and output: logits above 0 are divided by the
       penalty, others are multiplied by the penalty.
     - presence_penalty and frequency_penalty apply to the output: logit - frequency * count - presence * (count > 0).
+    - The logits of tokens that the grammar of a sequence does not allow next become -inf.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, SeenTokens] = {}
+        self.mask_seconds = 0.0  # that the host has spent on masks of grammars
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -59,7 +63,9 @@ class LogitEditor:
 
     def needs(self, sequence: Sequence) -> bool:
         """Return True if `edit` may change the sequence's logits."""
-        return bool(sequence.sampling.logit_bias) or sequence.sampling.has_penalties or bars_stop(sequence)
+        if sequence.sampling.logit_bias or sequence.matcher is not None:
+            return True
+        return sequence.sampling.has_penalties or bars_stop(sequence)
 
     def edit(self, logits: torch.Tensor, sequences: ListLike[Sequence]) -> None:
         """Change logits [R, V] (fp32) in place. Row i belongs to sequences[i]. Ids in logit_bias must be below V."""
@@ -87,12 +93,43 @@ class LogitEditor:
             repeated = torch.where(old > 0, old / repetition, old * repetition)
             logits[where] = repeated - frequency * counts - presence * (counts > 0)
 
+        rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
+        if rows:
+            matchers = [matcher for sequence in sequences if (matcher := sequence.matcher) is not None]
+            begun = time.perf_counter()
+            masks = token_masks(matchers, [bars_stop(sequences[row]) for row in rows])
+            self.mask_seconds += time.perf_counter() - begun
+            allowed = unpacked(masks, width, device)
+            if len(rows) == len(logits):
+                logits.masked_fill_(~allowed, float("-inf"))
+            else:
+                some = to_device(np.array(rows, dtype=np.int64), device)
+                logits[some] = logits[some].masked_fill(~allowed, float("-inf"))
+
     def _seen_by(self, sequence: Sequence) -> SeenTokens:
         known = self._seen.get(sequence.request_id)
         if known is None or known.sequence is not sequence:
             known = self._seen[sequence.request_id] = SeenTokens(sequence)
         known.catch_up()
         return known
+
+
+def unpacked(masks: npt.NDArray[np.uint8], width: int, device: torch.device) -> torch.Tensor:
+    """Return masks of bits [N, B] as booleans [N, width] on `device`. Bits beyond the masks are False."""
+    if device.type == "cpu":
+        bits = np.zeros((len(masks), width), dtype=np.bool_)
+        known = min(width, masks.shape[1] * 8)
+        bits[:, :known] = np.unpackbits(masks, axis=1, count=known, bitorder="little")
+        return torch.from_numpy(bits)
+    return unpacked_bits(to_device(masks, device), width)
+
+
+def unpacked_bits(masks: torch.Tensor, width: int) -> torch.Tensor:
+    """The same as `unpacked(...)` for masks on a GPU, to which bits take an eighth of the time of booleans."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    bits = ((masks[:, :, None] >> shifts) & 1).flatten(1).bool()
+    missing = max(0, width - bits.shape[1])
+    return torch.nn.functional.pad(bits, (0, missing))[:, :width]
 
 
 def locate(

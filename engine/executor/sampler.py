@@ -1,8 +1,8 @@
 """Sampler of the next tokens. Each row of logits has its own parameters and does not affect other rows."""
-# Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens and penalties change the logits
-# (penalties.py). Then `sample` (kernels/reference.py) takes the best token of a greedy row, and draws from the other
-# rows. The key of a draw is (sequence.seed, number of output tokens so far). So the draw does not depend on other rows,
-# on chunking or on preemption.
+# Log-probabilities are computed from the raw logits. Then logit_bias, min_tokens, penalties and grammars change the
+# logits (penalties.py). Then `sample` (kernels/reference.py) takes the best token of a greedy row, and draws from the
+# other rows. The key of a draw is (sequence.seed, number of output tokens so far). So the draw does not depend on other
+# rows, on chunking or on preemption.
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ MIN_TEMPERATURE = 1e-5
 #: Outcomes of rows that have no token: their best logit was not finite, before or after LogitEditor changed the logits.
 NOT_FINITE, BARRED = -1, -2
 
+#: Why a sequence with a grammar has no token, by whether the grammar is complete.
+_WHY_BARRED = {
+    False: "the grammar of this request allows no token that the logits, min_tokens and ignore_eos allow",
+    True: "the grammar of this request is complete, but min_tokens forbids the end",
+}
+
 
 def is_greedy(sampling: SamplingParams) -> bool:
     """Return True if the parameters leave only the best token to choose."""
@@ -37,16 +43,21 @@ class PendingSample:
     """Sampled tokens that the device may still be computing."""
 
     def __init__(
-        self, outcomes: torch.Tensor, logprobs: ListLike[PendingLogprobs], rows_with_logprobs: ListLike[int]
+        self,
+        outcomes: torch.Tensor,
+        sequences: ListLike[Sequence],
+        logprobs: ListLike[PendingLogprobs],
+        rows_with_logprobs: ListLike[int],
     ) -> None:
         #: Int64 [R], on the device; valid ids even for rows without a usable token.
         self.token_ids = outcomes.clamp(min=0)
         self._outcomes = HostCopy(outcomes)
+        self._sequences = sequences
         self._logprobs = logprobs
         self._rows_with_logprobs = rows_with_logprobs
 
     def collect(self) -> list[RowResult]:
-        results = [result_of(outcome) for outcome in self._outcomes.wait().tolist()]
+        results = list(map(result_of, self._outcomes.wait().tolist(), self._sequences))
         for row, found in zip(self._rows_with_logprobs, collect_logprobs(self._logprobs), strict=True):
             results[row].logprob = found if results[row].error is None else None
         return results
@@ -58,6 +69,11 @@ class Sampler:
     def __init__(self, rows_at_once: int = 1 << 31) -> None:
         self._editor = LogitEditor()
         self._rows_at_once = rows_at_once  # limits the memory of fp32 copies of logits
+
+    @property
+    def mask_seconds(self) -> float:
+        """Seconds that the host has spent on masks of grammars so far."""
+        return self._editor.mask_seconds
 
     def forget(self, request_ids: Iterable[str]) -> None:
         self._editor.forget(request_ids)
@@ -75,12 +91,12 @@ class Sampler:
             parameters = to_device(parameters_of(sequences), logits.device)
         rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         if not rows and not any(self._editor.needs(sequence) for sequence in sequences):
-            return PendingSample(sample(logits, parameters), [], rows)
+            return PendingSample(sample(logits, parameters), sequences, [], rows)
         parts = [slice(low, low + self._rows_at_once) for low in range(0, len(sequences), self._rows_at_once)]
         outcomes, logprobs = zip(
             *(self._enqueue_part(logits[part], parameters[:, part], sequences[part]) for part in parts), strict=True
         )
-        return PendingSample(torch.cat(outcomes), [each for each in logprobs if each is not None], rows)
+        return PendingSample(torch.cat(outcomes), sequences, [each for each in logprobs if each is not None], rows)
 
     def _enqueue_part(
         self, logits: torch.Tensor, parameters: torch.Tensor, sequences: ListLike[Sequence]
@@ -102,12 +118,14 @@ class Sampler:
         return outcomes, PendingLogprobs(raw, outcomes[rows].clamp(min=0), counts)
 
 
-def result_of(outcome: int) -> RowResult:
+def result_of(outcome: int, sequence: Sequence) -> RowResult:
     """Convert an outcome to a RowResult. An outcome is a token id, or a negative number that stands for an error."""
     if outcome == NOT_FINITE:
         return RowResult(error="the model computed no finite logits for this sequence (they are NaN or all -inf)")
     if outcome == BARRED:
         message = "no token is left to sample: min_tokens forbids every token that the logits allow"
+        if (matcher := sequence.matcher) is not None:
+            message = "no token is left to sample: " + (matcher.error or _WHY_BARRED[matcher.finished])
         return RowResult(error=message, caused_by_request=True)
     return RowResult(token_id=outcome)
 

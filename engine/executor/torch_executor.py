@@ -139,6 +139,7 @@ class TorchExecutor(Executor):
                 for part in split(plan.rows, self._logits_at_once)
             ]
             stopwatch.stop()
+        self.mask_seconds = self._sampler.mask_seconds
         copies = [] if self._host is None else self._host.take_times()
         return LaunchedStep(len(plan.rows), parts, stopwatch, copies)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Unpack, cast
+from typing import TYPE_CHECKING, NamedTuple, Unpack, cast
 
 from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.executor.base import RowResult, StepPlan, StepResult
@@ -18,6 +18,9 @@ from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import Preemption
 from llmsched.engine.scheduler.token_budget import Pacer, StepBuilder
 from llmsched.engine.scheduler.waiting_queue import WaitingQueue, WaitReason, initial_rank
+
+if TYPE_CHECKING:
+    from llmsched.engine.grammar.compiler import Matcher
 
 
 class Update(NamedTuple):
@@ -179,10 +182,10 @@ class Scheduler:
     def _needs_results(self, demand: Demand) -> bool:
         """Return True if the next plan must wait until the step in flight is settled."""
         # A reason is a possible preemption: pending tokens could not be computed again, and the results may end a
-        # request, which frees its blocks. Another reason are penalties that depend on pending tokens.
+        # request, which frees its blocks. Other reasons are penalties and grammars, which depend on pending tokens.
         if demand.victim is not None:
             return True
-        if any(request.num_pending_tokens and request.sampling.has_penalties for request in self.running):
+        if any(request.num_pending_tokens and request.depends_on_tokens for request in self.running):
             return True
         # In sliding-window layers, a request may need one block more until `settle` releases one.
         spare = self.kv.layout.window_groups * len(demand.growing)
@@ -275,6 +278,8 @@ class Scheduler:
             if request.status is not running:
                 continue
             request.num_pending_tokens = 0
+            if request.matcher is not None and row_result.token_id is not None:
+                row_result = _matched(request.matcher, row_result)
             updates.append(_new_update((request, start, row_result)))
             if row_result.error is not None:
                 self.finish(request, FinishReason.ERROR)
@@ -360,10 +365,18 @@ def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool]]
     return cast("Sequence[tuple[Request, int, int, object, bool]]", plan.rows)
 
 
+def _matched(matcher: Matcher, result: RowResult) -> RowResult:
+    """Return the result after its token was added to the matcher: an error if the grammar does not allow the token."""
+    error = matcher.accept(cast("int", result.token_id))
+    return result if error is None else RowResult(error=error, caused_by_request=True)
+
+
 def _reason_to_end(request: Request, token_id: int | None) -> FinishReason | None:
     num_tokens, sampling = len(request.token_ids), request.sampling
     num_output_tokens = num_tokens - request.num_prompt_tokens
     if token_id in request.stop_ids and num_output_tokens > sampling.min_tokens:
+        return FinishReason.STOP
+    if request.matcher is not None and request.matcher.finished and num_output_tokens >= sampling.min_tokens:
         return FinishReason.STOP
     if num_output_tokens < sampling.max_tokens:
         return None

@@ -125,6 +125,10 @@ class Tokenizer:
             return bytes.fromhex(match[1])
         return (token.replace(_SPIECE_SPACE, " ") if self._spiece else token).encode()
 
+    def vocabulary(self, size: int) -> list[bytes]:
+        """Return the bytes of the tokens 0 to `size` - 1, b"" for unknown ids."""
+        return [self._token_bytes(token_id) for token_id in range(size)]
+
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens in `text`, without encoding it. 0: no bound is known."""
         longest, dropped = self._token_limits

@@ -187,9 +187,3 @@ def test_an_engine_that_is_built_as_on_a_gpu_serves_with_graphs(
     recorder.replays.clear()
     assert_same(generate_all(engine, *wanted), expected)
     assert set(recorder.replays) == {1, 2, 6}  # six requests run at first, then two, then one
-
-
-def test_an_error_in_the_warm_up_thread_reaches_the_caller() -> None:
-    assert build._in_a_thread(lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        build._in_a_thread(lambda: 1 // 0)

@@ -150,7 +150,6 @@ def test_harmless_fields_of_the_api_are_taken(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
         ("modalities", ["audio"]),
         ("functions", [{"name": "f"}]),
     ],

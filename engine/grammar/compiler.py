@@ -1,0 +1,251 @@
+"""Compilation of grammars with llguidance, and the masks of the tokens that they allow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+from llmsched.engine.errors import RequestError, one_line
+from llmsched.engine.grammar.schema_check import check_schema
+from llmsched.engine.grammar.spec import JSON_OPTIONS, GrammarSpec, inline_json, literals
+from llmsched.engine.text.tokenizer import BYTE_TOKEN, check_unicode
+from llmsched.engine.threads import in_a_thread
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+    from llmsched.engine.text.tokenizer import Tokenizer
+
+#: Most bytes of a grammar's text by kind. A byte of a schema costs little; a byte of a grammar may cost much.
+MAX_BYTES = {"json_schema": 1 << 17, "choice": 1 << 17, "tags": 1 << 17, "regex": 1 << 14, "grammar": 1 << 14}
+#: Seconds after which a compilation is given up.
+MAX_COMPILE_S = 10.0
+_NAMES = {
+    "json_schema": "JSON schema",
+    "choice": "list of choices",
+    "tags": "grammar of tool calls",
+    "regex": "regular expression",
+    "grammar": "grammar",
+}
+#: Most compiled grammars that are kept.
+MAX_GRAMMARS = 64
+#: llguidance compiles recursively. A chain of 2,000 references overflows the usual 8 MiB, which would end the process.
+_STACK_BYTES = 512 << 20
+#: By default, where only one text can follow, llguidance allows only the tokens into which it divides that text.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+#: Number of masks from which threads compute them. To wake a thread takes about as long as a mask.
+_PARALLEL_MASKS = 8
+#: With these limits, a mask takes about 20 ms at most, and a grammar about 100 MB. A request that needs more fails.
+_LIMITS = LLParserLimits(
+    step_lexer_fuel=50_000, step_max_items=5_000, max_items_in_row=10_000, max_lexer_states=50_000, verbose_errors=False
+)
+
+
+class Vocabulary:
+    """Tokens of a model in llguidance's form."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        # A model without an end-of-sequence token gets one whose id is beyond its logits.
+        eos = sorted(eos_token_ids) or [vocab_size]
+        self.tokens = _texts(tokenizer, vocab_size) + [b""] * (eos == [vocab_size])
+        self.special_token_ids = sorted({*eos, *filter(tokenizer.is_special, range(vocab_size))})
+        for token_id in self.special_token_ids:
+            self.tokens[token_id] = self.tokens[token_id] or f"<|{token_id}|>".encode()
+        self.eos_token_id, self.bos_token_id = eos[0], tokenizer.bos_token_id
+        self._encode = partial(tokenizer.encode, add_special_tokens=False)
+        self.tokenizer = LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=eos)
+        self.threads = LLExecutor() if (os.cpu_count() or 1) > 2 else None
+        allowed = np.ones(self.num_words * 32, dtype=bool)
+        allowed[eos] = False
+        self.not_eos = np.packbits(allowed, bitorder="little").view(np.int32)
+
+    @property
+    def num_words(self) -> int:
+        """Number of 32-bit words of a mask."""
+        return -(-len(self.tokens) // 32)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def _texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
+    """Return the bytes of each token. Of plain tokens with equal bytes, only one has them; the others have none."""
+    texts = tokenizer.vocabulary(vocab_size)
+    owners: dict[bytes, int] = {}
+    for token_id, text in enumerate(texts):
+        if not text or tokenizer.is_special(token_id):
+            continue
+        other = owners.setdefault(text, token_id)
+        if other != token_id:
+            # A model writes an ASCII character with its own token, not with the token of its byte.
+            is_byte = BYTE_TOKEN.fullmatch(tokenizer.backend.id_to_token(other) or "") is not None
+            owners[text], loser = (token_id, other) if is_byte else (other, token_id)
+            texts[loser] = b""
+    return texts
+
+
+def _message(state: LLMatcher) -> str:
+    """Return llguidance's error as one line."""
+    return one_line(ValueError(state.get_error().removesuffix("<non-verbose/>")))
+
+
+class Grammar:
+    """Compiled grammar. It never changes."""
+
+    def __init__(self, vocabulary: Vocabulary, start: LLMatcher) -> None:
+        self._vocabulary = vocabulary
+        self._start = start
+
+    def matcher(self, *, ignore_eos: bool = False) -> Matcher:
+        """Return a matcher for a new output. With `ignore_eos`, the output does not end while it can go on."""
+        return Matcher(self._vocabulary, self._start.deep_copy(), ignore_eos)
+
+
+class Matcher:
+    """State of a grammar after the tokens of one output so far."""
+
+    def __init__(self, vocabulary: Vocabulary, state: LLMatcher, ignore_eos: bool) -> None:
+        self.vocabulary = vocabulary
+        self.state = state
+        self.ignore_eos = ignore_eos
+
+    @property
+    def finished(self) -> bool:
+        """True if no token may follow, or only an end-of-sequence token."""
+        return self.state.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot go on, if a token was not allowed or a mask took too much work."""
+        return _message(self.state) if self.state.is_error() else None
+
+    def accept(self, token_id: int) -> str | None:
+        """Add a token to the output. Return what is wrong if the grammar does not allow it."""
+        return None if self.state.consume_token(token_id) else self.error
+
+
+def token_masks(matchers: ListLike[Matcher], must_go_on: ListLike[bool]) -> npt.NDArray[np.uint8]:
+    """Return a mask for the next token of each output: bits [M, B], the bit of token 0 first.
+
+    A set bit allows its token. An output that `must_go_on` may not end. A matcher that meets an error allows no token.
+    All matchers must have the same vocabulary.
+    """
+    vocabulary = matchers[0].vocabulary
+    masks = np.zeros((len(matchers), vocabulary.num_words), dtype=np.int32)
+    if vocabulary.threads is not None and len(matchers) >= _PARALLEL_MASKS:
+        states = [(matcher.state, row) for row, matcher in enumerate(matchers)]
+        fill_next_token_bitmask_par(vocabulary.threads, states, masks)
+    else:
+        for row, matcher in enumerate(matchers):
+            fill_next_token_bitmask(matcher.state, masks, row)
+    for row, matcher in enumerate(matchers):
+        if matcher.state.is_error():
+            masks[row] = 0
+        elif must_go_on[row]:
+            masks[row] &= vocabulary.not_eos
+        elif matcher.ignore_eos and (others := masks[row] & vocabulary.not_eos).any():
+            masks[row] = others
+    return masks.view(np.uint8)
+
+
+class GrammarCompiler:
+    """Compiler of grammars for one model. It keeps the latest grammars. Any thread may use it.
+
+    `on_compiled` is called with the seconds that a compilation took.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, on_compiled: Callable[[float], None]) -> None:
+        self._vocabulary = vocabulary
+        self._on_compiled = on_compiled
+        self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def has(self, spec: GrammarSpec) -> bool:
+        """Return True if `compile(spec)` returns at once."""
+        return spec in self._kept
+
+    def compile(self, spec: GrammarSpec, param: str) -> Grammar:
+        """Return the compiled grammar. Raises RequestError for the field `param` if it cannot be compiled."""
+        with self._lock:
+            if (grammar := self._kept.get(spec)) is not None:
+                self._kept.move_to_end(spec)
+                return grammar
+        check_unicode(spec.text, param)
+        if (size := len(spec.text.encode())) > MAX_BYTES[spec.kind]:
+            raise RequestError(
+                param, f"{param} has a {_NAMES[spec.kind]} of {size} bytes; at most {MAX_BYTES[spec.kind]} are allowed"
+            )
+        begun = time.monotonic()
+        try:
+            grammar = in_a_thread(
+                lambda: self._compile(spec, param),
+                "llmsched-grammar",
+                stack_bytes=_STACK_BYTES,
+                timeout_s=MAX_COMPILE_S,
+            )
+        except TimeoutError as error:
+            message = f"{param}: the {_NAMES[spec.kind]} was not compiled within {MAX_COMPILE_S:g} s; simplify it"
+            raise RequestError(param, message) from error
+        self._on_compiled(time.monotonic() - begun)
+        with self._lock:
+            self._kept[spec] = grammar
+            while len(self._kept) > MAX_GRAMMARS:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _compile(self, spec: GrammarSpec, param: str) -> Grammar:
+        if spec.kind == "json_schema" and (problem := check_schema(json.loads(spec.text), _schema_problem)):
+            raise RequestError(param, f"{param}: the schema cannot be enforced: {problem}")
+        try:
+            state = LLMatcher(self._vocabulary.tokenizer, _OPTIONS + _lark(spec), log_level=0, limits=_LIMITS)
+        except ValueError as error:
+            raise RequestError(param, f"{param}: the {_NAMES[spec.kind]} is not valid: {one_line(error)}") from error
+        # The first mask takes the most work. It is computed here, so that the engine's thread finds its parts.
+        first = state.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise RequestError(param, f"{param}: the {_NAMES[spec.kind]} is not valid: {_message(first)}")
+        return Grammar(self._vocabulary, state)
+
+
+def _schema_problem(schema: Any) -> str | None:
+    # Its messages about a schema in Lark would quote the schema.
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast("JsonCompileOptions", JSON_OPTIONS))
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    if not failed:
+        return None
+    keywords = re.fullmatch(r"Unimplemented keys: \[(.*)\]", messages[0])
+    return f"not supported: {keywords[1]}" if keywords else one_line(ValueError(messages[0]))
+
+
+def _lark(spec: GrammarSpec) -> str:
+    """Return the grammar in Lark's syntax. Raises ValueError for a GBNF grammar that cannot be converted."""
+    match spec.kind:
+        case "json_schema":
+            return f"start: {inline_json(json.loads(spec.text))}"
+        case "regex":
+            return str(json.loads(LLMatcher.grammar_from_regex(spec.text))["grammars"][0]["lark_grammar"])
+        case "choice":
+            # One terminal, because a rule may have only 2,000 alternatives.
+            return "start: CHOICE\nCHOICE: " + " | ".join(literals([each]) or '""' for each in json.loads(spec.text))
+        case "grammar":
+            try:
+                return any_to_lark(spec.text)
+            except Exception as error:  # of several types
+                raise ValueError(f"it is neither in Lark's syntax nor in GBNF: {one_line(error)}") from error
+        case "tags":
+            return spec.text

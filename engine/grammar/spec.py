@@ -1,0 +1,96 @@
+"""Descriptions of the outputs that a request allows. They hold text only; compiler.py compiles them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: Options of JSON, as llguidance calls them. The limit on white space keeps a model from writing nothing else. Without
+#: the escape \u, each string has one spelling, so an additional property cannot be a declared one in disguise.
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", "json_allowed_escapes": 'nrbtf\\"'}
+
+#: What stands between the begin and the end of a literal in the source: a text, or the id of a special token.
+Mark = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """Description of the outputs that are allowed. An output that ends by itself matches it as a whole.
+
+    `text` is a JSON schema (json_schema), a regular expression in the syntax of Rust's regex crate (regex), a JSON list
+    of strings (choice), a grammar in GBNF or in Lark's syntax as llguidance extends it (grammar), or the result of
+    `tagged_output` (tags).
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "grammar", "tags"]
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> GrammarSpec:
+        return cls("json_schema", json.dumps({} if schema is True else schema, ensure_ascii=False))
+
+    @classmethod
+    def choice(cls, choices: Iterable[str]) -> GrammarSpec:
+        return cls("choice", json.dumps(list(choices), ensure_ascii=False))
+
+
+#: Any JSON object.
+JSON_OBJECT = GrammarSpec.json_schema({"type": "object"})
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """JSON between two marks, such as a tool call. A mark consists of texts and ids of special tokens."""
+
+    begin: ListLike[Mark]
+    schema: Mapping[str, Any]
+    end: ListLike[Mark] = ()
+
+
+def tagged_output(
+    tags: ListLike[Tag], *, trigger: Mark | None = None, separator: str = "", many: bool = True
+) -> GrammarSpec:
+    """Return the description of outputs that consist of one tag or, if `many`, of tags with `separator` between them.
+
+    With `trigger`, which all tags begin with, an output is any text, in which each occurrence of `trigger` begins a
+    tag. Then `separator` is not used and, if `many` is False, the first tag ends the output.
+    """
+    if trigger is None:
+        begins = [tag.begin for tag in tags]
+        tag = "(" + " | ".join(f"tag{i}" for i in range(len(tags))) + ")"
+        lines = [f"start: {tag} ({literals([separator])} {tag})*" if many else f"start: {tag}"]
+    else:
+        begins = [_after(trigger, tag.begin) for tag in tags]
+        calls = "head (" + " | ".join(f"tag{i}" for i in range(len(tags))) + ")"
+        lazy = "[lazy]" if isinstance(trigger, str) else ""
+        lines = [f"start: ({calls})* rest" if many else f"start: {calls} | rest", "rest: TEXT", "TEXT: /(.|\\n)*/"]
+        lines.append(f"head{lazy}: TEXT {literals([trigger])}")
+    for i, (begin, each) in enumerate(zip(begins, tags, strict=True)):
+        lines.append(f"tag{i}: {literals(begin)} {inline_json(each.schema)} {literals(each.end)}")
+    return GrammarSpec("tags", "\n".join(lines))
+
+
+def inline_json(schema: Mapping[str, Any]) -> str:
+    """Return the JSON texts that are valid under `schema` as a rule in Lark's syntax."""
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+
+
+def literals(marks: Iterable[Mark]) -> str:
+    """Return texts and token ids in Lark's syntax."""
+    # JSON leaves DEL as it is, which Lark does not allow.
+    written = [
+        f"<[{mark}]>" if isinstance(mark, int) else json.dumps(mark).replace("\x7f", "\\u007f") for mark in marks
+    ]
+    return " ".join(text for text in written if text != '""')
+
+
+def _after(trigger: Mark, begin: ListLike[Mark]) -> list[Mark]:
+    first = begin[0] if begin else ""
+    if isinstance(trigger, str) and isinstance(first, str) and first.startswith(trigger):
+        return [first.removeprefix(trigger), *begin[1:]]
+    if first == trigger:
+        return list(begin[1:])
+    raise ValueError(f"the tag {list(begin)!r} does not begin with the trigger {trigger!r}")

@@ -1,0 +1,226 @@
+"""Grammars that cannot be compiled, or that would cost too much."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from engines import EOS, tokenizer
+from tiny_models import VOCAB_SIZE
+
+from llmsched.engine.errors import RequestError
+from llmsched.engine.grammar import compiler as module
+from llmsched.engine.grammar.compiler import MAX_BYTES, Grammar, GrammarCompiler, Vocabulary, token_masks
+from llmsched.engine.grammar.spec import JSON_OBJECT, GrammarSpec
+
+VOCABULARY = Vocabulary(tokenizer(), VOCAB_SIZE, frozenset({EOS}))
+
+
+def make_compiler() -> GrammarCompiler:
+    return GrammarCompiler(VOCABULARY, lambda seconds: None)
+
+
+def error_of(spec: GrammarSpec) -> str:
+    with pytest.raises(RequestError) as caught:
+        make_compiler().compile(spec, "response_format")
+    assert caught.value.param == "response_format"
+    assert str(caught.value).startswith("response_format")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+    return str(caught.value)
+
+
+def attempt(spec: GrammarSpec) -> Grammar | str:
+    """Return the compiled grammar, or the message of the error."""
+    try:
+        return make_compiler().compile(spec, "test")
+    except RequestError as error:
+        return str(error)
+
+
+def nested(keyword: str, value: Any) -> dict[str, Any]:
+    """Return a schema whose definition `leaf` has a keyword."""
+    return {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/leaf"}}, "b": {"type": "integer"}},
+        "$defs": {"leaf": {"type": "object", "properties": {"x": {"type": "string"}}, keyword: value}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("not", {}),
+        ("if", {}),
+        ("uniqueItems", True),
+        ("contains", {}),
+        ("minContains", 1),
+        ("propertyNames", {}),
+        ("dependentRequired", {}),
+        ("dependentSchemas", {}),
+        ("dependencies", {}),
+        ("unevaluatedProperties", False),
+        ("unevaluatedItems", False),
+        ("$dynamicRef", "#a"),
+        ("$recursiveRef", "#"),
+    ],
+)
+def test_an_unsupported_keyword_is_named_with_its_place(keyword: str, value: Any) -> None:
+    message = error_of(GrammarSpec.json_schema(nested(keyword, value)))
+    assert f'"{keyword}"' in message
+    assert "at #/$defs/leaf:" in message
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "message"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "file"}}}, "#/properties/a", "file"),
+        ({"anyOf": [{"type": "null"}, {"type": "string", "format": "iri"}]}, "#/anyOf/1", "format: iri"),
+        ({"properties": {"p": {"pattern": "(?=a)"}}}, "#/properties/p", "look-around"),
+        ({"items": {"pattern": "(a"}}, "#/items", "unclosed"),
+        ({"$ref": "https://example.com/s.json"}, "#", "https://example.com/s.json"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "#/properties/a", "/$defs/none"),
+        (
+            {"type": "array", "minItems": 2, "prefixItems": [{}, {"minimum": 3, "maximum": 2, "type": "integer"}]},
+            "#",
+            "minItems",
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#", "oneOf"),
+        (False, "#", "false"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "#", "property 'a' is unsatisfiable"),
+        ({"properties": {"o": {"minProperties": 2}}}, "#/properties/o", "minProperties is 2"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "#", "x-guidance"),
+        ({"properties": 5}, "#", "properties must be an object"),
+        ({"type": "object", "minProperties": 1, "properties": {"a": {}, "b": {}}}, "#", "min/maxProperties"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced(schema: Any, place: str, message: str) -> None:
+    text = error_of(GrammarSpec.json_schema(schema))
+    assert f"at {place}" in text
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (GrammarSpec("regex", "a(?=b)"), "look-around"),
+        (GrammarSpec("regex", "(a"), "unclosed group"),
+        (GrammarSpec("regex", r"(a)\1"), "backreferences are not supported"),
+        (GrammarSpec("grammar", "start: missing"), "missing"),
+        (GrammarSpec("grammar", 'start: "a'), "1"),
+        (GrammarSpec("grammar", 'start: %json {"not": {}}'), "not"),
+        (GrammarSpec("grammar", "root ::= [a"), "GBNF"),
+        (GrammarSpec("grammar", ""), "neither in Lark"),
+        (GrammarSpec("grammar", 'start: a\na: a "x"'), "no"),
+    ],
+)
+def test_a_grammar_that_is_not_valid(spec: GrammarSpec, message: str) -> None:
+    assert message in error_of(spec)
+
+
+def chain(kind: str, length: int) -> GrammarSpec:
+    """Return a grammar whose compilation recurses `length` times."""
+    if kind == "properties":
+        leaves: dict[str, Any] = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)}
+        return GrammarSpec.json_schema({"$ref": "#/$defs/d0", "$defs": leaves | {f"d{length}": {"type": "null"}}})
+    if kind == "allOf":
+        leaves = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(length)}
+        return GrammarSpec.json_schema({"$ref": "#/$defs/d0", "$defs": leaves | {f"d{length}": {"type": "null"}}})
+    letter = "r" if kind == "rules" else "R"
+    rules = [f"{letter}{i}:{letter}{i + 1}" for i in range(length)]
+    return GrammarSpec("grammar", "\n".join([f"start:{letter}0", *rules, f'{letter}{length}:"a"']))
+
+
+@pytest.mark.parametrize("kind", ["properties", "allOf", "rules", "terminals"])
+def test_long_chains_do_not_end_the_process(kind: str) -> None:
+    """Each needs more than the 8 MiB of stack that a thread usually has, or comes near it."""
+    spec = chain(kind, 1200 if kind in ("rules", "terminals") else 2200)
+    assert len(spec.text) < MAX_BYTES[spec.kind]
+    found = attempt(spec)
+    assert "items" in found if isinstance(found, str) else token_masks([found.matcher()], [False]).any()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("regex", "a" * (MAX_BYTES["regex"] + 1)),
+        GrammarSpec("regex", "é" * (MAX_BYTES["regex"] // 2 + 1)),
+        GrammarSpec("grammar", 'start: "' + "a" * MAX_BYTES["grammar"] + '"'),
+        GrammarSpec.json_schema({"enum": ["x" * MAX_BYTES["json_schema"]]}),
+        GrammarSpec.choice(["x" * MAX_BYTES["choice"]]),
+    ],
+)
+def test_a_text_that_is_too_long(spec: GrammarSpec) -> None:
+    assert f"at most {MAX_BYTES[spec.kind]}" in error_of(spec)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(((a{1,1000}){1,1000}){1,1000})",
+        "(a|b)*a(a|b){30}",
+        "(.*a.*b.*c.*d.*){20}",
+        r"\p{L}{1000}",
+        "(?:a|ab|abc|abcd){1,500}[a-z]{1,400}",
+        "(" * 120 + "a" + ")*" * 120,
+        "a?" * 8000,
+    ],
+)
+def test_hostile_regexes_are_refused_or_cost_little(text: str) -> None:
+    grammar = attempt(GrammarSpec("regex", text))
+    if isinstance(grammar, str):
+        assert "not valid" in grammar
+        return
+    matcher = grammar.matcher()
+    for _ in range(50):
+        ids = token_masks([matcher], [False])
+        if matcher.error is not None or matcher.finished:
+            break
+        assert ids.any()
+        first = next(byte * 8 + bit for byte in range(len(ids[0])) for bit in range(8) if ids[0][byte] >> bit & 1)
+        matcher.accept(first)
+    assert grammar.matcher().error is None
+
+
+def test_exponential_schemas_are_refused_or_shared() -> None:
+    doubled: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    doubled["d40"] = {"type": "object"}
+    make_compiler().compile(GrammarSpec.json_schema({"$ref": "#/$defs/d0", "$defs": doubled}), "test")
+    options = [{"properties": {f"p{i}": {"const": j}}, "required": [f"p{i}"]} for i in range(12) for j in range(4)]
+    product = {"allOf": [{"anyOf": options[4 * i : 4 * i + 4]} for i in range(12)]}
+    assert "too large" in error_of(GrammarSpec.json_schema(product))
+
+
+def test_a_compilation_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
+    monkeypatch.setattr(module, "_lark", lambda spec: gate.wait() and "start: /a/")
+    assert "not compiled within 0.01 s" in error_of(GrammarSpec("regex", "a"))
+    gate.set()
+
+
+def test_compiled_grammars_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    compiler = GrammarCompiler(VOCABULARY, seconds.append)
+    monkeypatch.setattr(module, "MAX_GRAMMARS", 3)
+    specs = [GrammarSpec.json_schema({"const": i}) for i in range(3)]
+    first = [compiler.compile(spec, "test") for spec in specs]
+    assert [compiler.compile(spec, "test") for spec in specs] == first
+    assert len(seconds) == 3
+    compiler.compile(specs[0], "test")
+    compiler.compile(JSON_OBJECT, "test")
+    assert [compiler.has(spec) for spec in (*specs, JSON_OBJECT)] == [True, False, True, True]
+    with pytest.raises(RequestError):
+        compiler.compile(GrammarSpec("regex", "("), "test")
+    assert not compiler.has(GrammarSpec("regex", "("))
+
+
+def test_the_order_of_properties_is_that_of_the_schema() -> None:
+    schema = {"type": "object", "properties": {"b": {"const": 1}, "a": {"const": 2}}, "required": ["a", "b"]}
+    for text, right in (('{"b":1,"a":2}', True), ('{"a":2,"b":1}', False)):
+        matcher = make_compiler().compile(GrammarSpec.json_schema(schema), "test").matcher()
+        ids = tokenizer().encode(text, add_special_tokens=False)
+        assert all(matcher.accept(token) is None for token in ids) is right
+        assert json.loads(text) == {"a": 2, "b": 1}

@@ -1,0 +1,271 @@
+"""Masks against independent definitions of what may follow, over the whole small vocabulary."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+import regex
+import torch
+from engines import EOS, sampling, tokenizer
+from tiny_models import VOCAB_SIZE
+
+from llmsched.engine.executor.penalties import unpacked, unpacked_bits
+from llmsched.engine.grammar.compiler import Grammar, GrammarCompiler, Matcher, Vocabulary, token_masks
+from llmsched.engine.grammar.spec import JSON_OBJECT, GrammarSpec, Tag, tagged_output
+
+TOKENS = [tokenizer().token_bytes(i) for i in range(VOCAB_SIZE)]
+PLAIN = {i for i, token in enumerate(TOKENS) if token and not tokenizer().is_special(i)}
+COMPILER = GrammarCompiler(Vocabulary(tokenizer(), VOCAB_SIZE, frozenset({EOS})), lambda seconds: None)
+WS = r"[ \n\r\t]{0,40}"
+TEXT = "(.|\n)*"
+
+#: The rule "may `text` begin an output?" and "may `text` be an output?"
+Rule = tuple[Callable[[bytes], bool], Callable[[bytes], bool]]
+
+
+def compiled(spec: GrammarSpec) -> Grammar:
+    return COMPILER.compile(spec, "test")
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    bits = unpacked(token_masks([matcher], [False]), VOCAB_SIZE, torch.device("cpu"))
+    return set(bits[0].nonzero()[:, 0].tolist())
+
+
+def language(texts: Iterable[str]) -> Rule:
+    """Return the rule of a finite set of outputs."""
+    encoded = [text.encode() for text in texts]
+    return lambda text: any(each.startswith(text) for each in encoded), lambda text: text in encoded
+
+
+def pattern(source: str) -> Rule:
+    """Return the rule of a regular expression, from the regex module's partial matches."""
+    found = regex.compile(source.encode())
+    return (
+        lambda text: found.fullmatch(text, partial=True) is not None,
+        lambda text: found.fullmatch(text) is not None,
+    )
+
+
+CASES: dict[str, tuple[GrammarSpec, Rule]] = {
+    "choice": (GrammarSpec.choice(["the", "then", "thinking", "n"]), language(["the", "then", "thinking", "n"])),
+    "odd choices": (
+        GrammarSpec.choice(odd := ['"', "\\n", "\n", "\0", "\x7f", "é日😀", "<|im_end|>", "\u2028", "a b", "a", "{}"]),
+        language(odd),
+    ),
+    "empty choice": (GrammarSpec.choice(["", "no"]), language(["", "no"])),
+    "characters of several bytes": (GrammarSpec("regex", "é日?|😀"), language(["é", "é日", "😀"])),
+    "regex": (GrammarSpec("regex", "[0-9]{2,4}(-[a-f]+)?"), pattern("[0-9]{2,4}(-[a-f]+)?")),
+    "alternatives": (GrammarSpec("regex", "(a|ab|abc)*(x|yy)"), pattern("(a|ab|abc)*(x|yy)")),
+    "anchors": (GrammarSpec("regex", "^th(e|is)?$"), language(["th", "the", "this"])),
+    "lark": (
+        GrammarSpec("grammar", 'start: item ("," item)*\nitem: "on" | NUMBER\nNUMBER: /[0-9]+/'),
+        pattern("(on|[0-9]+)(,(on|[0-9]+))*"),
+    ),
+    "gbnf": (
+        GrammarSpec("grammar", 'root ::= item ("," item)*\nitem ::= "on" | [0-9]+'),
+        pattern("(on|[0-9]+)(,(on|[0-9]+))*"),
+    ),
+    "special token": (GrammarSpec("grammar", 'start: "a" <[1]> "b"'), None),
+    "integer": (GrammarSpec.json_schema({"type": "integer"}), pattern("-?(0|[1-9][0-9]*)")),
+    "enum": (GrammarSpec.json_schema({"enum": ["a", 1, None, True]}), language(['"a"', "1", "null", "true"])),
+    "array": (
+        GrammarSpec.json_schema({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}),
+        pattern(rf"\[{WS}(true|false)({WS},{WS}(true|false))?{WS}\]"),
+    ),
+    "object": (
+        GrammarSpec.json_schema(
+            {
+                "type": "object",
+                "properties": {"n": {"type": "integer"}, "on": {"$ref": "#/$defs/flag"}},
+                "required": ["n"],
+                "additionalProperties": False,
+                "$defs": {"flag": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+            }
+        ),
+        pattern(
+            rf'\{{{WS}"n"{WS}:{WS}-?(0|[1-9][0-9]*)({WS},{WS}"on"{WS}:{WS}(true|false|null))?{WS}\}}',
+        ),
+    ),
+    "string": (
+        GrammarSpec.json_schema({"type": "string", "pattern": "^[a-c]{2}$"}),
+        pattern('"[a-c]{2}"'),
+    ),
+}
+
+
+def rule_of_special(text: bytes) -> tuple[bool, bool]:
+    return text in (b"", b"a", b"a\xff1", b"a\xff1b"), text == b"a\xff1b"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_masks_are_what_the_rule_says(name: str, ignore_eos: bool) -> None:
+    spec, rule = CASES[name]
+    begins, ends = rule or (lambda text: rule_of_special(text)[0], lambda text: rule_of_special(text)[1])
+    chance = random.Random(0)
+    for _ in range(4):
+        matcher, text = compiled(spec).matcher(ignore_eos=ignore_eos), b""
+        for _ in range(25):
+            expected = {i for i in PLAIN if begins(text + TOKENS[i])}
+            if rule is None and begins(text + b"\xff1"):
+                expected.add(1)
+            ended = ends(text)
+            assert matcher.finished == (ended and not expected)
+            assert matcher.error is None
+            assert allowed(matcher) == expected | ({EOS} if ended and not (ignore_eos and expected) else set())
+            if not expected:
+                assert ended
+                break
+            token = chance.choice(sorted(expected))
+            for other in chance.sample(sorted(set(range(VOCAB_SIZE)) - expected - {EOS}), 3):
+                assert compiled_after(spec, matcher, other) is not None
+            assert matcher.accept(token) is None
+            text += b"\xff1" if token == 1 else TOKENS[token]
+        if ends(text) and not matcher.finished:
+            assert matcher.accept(EOS) is None
+            assert matcher.finished
+
+
+def compiled_after(spec: GrammarSpec, matcher: Matcher, token_id: int) -> str | None:
+    """Return what a copy of `matcher` says about a token."""
+    return Matcher(matcher.vocabulary, matcher.state.deep_copy(), False).accept(token_id)
+
+
+@pytest.mark.parametrize("indent", [None, 1, 4])
+def test_json_as_people_write_it_is_allowed(indent: int | None) -> None:
+    value = {"name": 'Zoë "Z" \n 😀', "size": -1.5e-7, "tags": ["a", None, True, []], "more": {"deep": [{"er": {}}]}}
+    for ascii_only in (False, True):
+        text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+        matcher = compiled(JSON_OBJECT).matcher()
+        errors = [matcher.accept(token) for token in tokenizer().encode(text, add_special_tokens=False)]
+        # Escapes such as \u00eb are a second spelling of a character, see JSON_OPTIONS.
+        assert (errors[-1] is None and matcher.finished) is not ascii_only
+
+
+def test_blanks_are_limited() -> None:
+    matcher = compiled(JSON_OBJECT).matcher()
+    space = tokenizer().encode(" ", add_special_tokens=False)[0]
+    matcher.accept(tokenizer().encode("{", add_special_tokens=False)[0])
+    for _ in range(40):
+        assert matcher.accept(space) is None
+    assert space not in allowed(matcher)
+
+
+def test_a_declared_property_has_no_second_spelling() -> None:
+    spec = GrammarSpec.json_schema({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
+    for text, right in (('{"a":1,"b":2}', True), ('{"a":1,"a":2}', False), ('{"a":1,"\\u0061":2}', False)):
+        matcher = compiled(spec).matcher()
+        ids = tokenizer().encode(text, add_special_tokens=False)
+        assert all(matcher.accept(token) is None for token in ids) is right
+
+
+def test_masks_of_a_batch_are_the_masks_of_its_rows() -> None:
+    matchers = [compiled(spec).matcher() for spec, _ in CASES.values()]
+    broken = compiled(JSON_OBJECT).matcher()
+    assert broken.accept(5) is not None
+    masks = token_masks([*matchers, broken], [False] * (len(matchers) + 1))
+    assert not masks[-1].any()
+    for row, matcher in enumerate(matchers):
+        assert np.array_equal(masks[row], token_masks([matcher], [False])[0])
+
+
+@pytest.mark.parametrize("width", [VOCAB_SIZE, VOCAB_SIZE - 3, VOCAB_SIZE + 64])
+def test_both_ways_to_unpack_a_mask_agree(width: int) -> None:
+    masks = np.random.default_rng(0).integers(0, 256, (3, VOCAB_SIZE // 8), dtype=np.uint8)
+    expected = np.zeros((3, width), dtype=bool)
+    for row, token in np.ndindex(3, min(width, VOCAB_SIZE)):
+        expected[row, token] = masks[row, token // 8] >> (token % 8) & 1
+    assert unpacked(masks, width, torch.device("cpu")).numpy().tolist() == expected.tolist()
+    assert unpacked_bits(torch.from_numpy(masks), width).numpy().tolist() == expected.tolist()
+
+
+def test_of_tokens_with_equal_bytes_one_is_allowed() -> None:
+    class Twice:
+        """Tokenizer with three tokens for "a", of which the first is the token of a byte."""
+
+        bos_token_id = None
+        names = ("<0x61>", "a", "b", "a", "</s>")
+
+        def __init__(self) -> None:
+            self.backend = self
+
+        def id_to_token(self, token_id: int) -> str | None:
+            return self.names[token_id] if token_id < len(self.names) else None
+
+        def vocabulary(self, size: int) -> list[bytes]:
+            return [b"a", b"a", b"b", b"a", b"</s>", *[b""] * (size - 5)]
+
+        def is_special(self, token_id: int) -> bool:
+            return token_id == 4
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [1 if char == "a" else 2 for char in text]
+
+    for eos in (frozenset({4}), frozenset[int]()):
+        compiler = GrammarCompiler(Vocabulary(Twice(), 7, eos), lambda seconds: None)  # type: ignore[arg-type]
+        matcher = compiler.compile(GrammarSpec("regex", "a+b?"), "test").matcher()
+        bits = unpacked(token_masks([matcher], [False]), 7, torch.device("cpu"))
+        assert bits[0].nonzero()[:, 0].tolist() == [1]
+        matcher.accept(1)
+        bits = unpacked(token_masks([matcher], [False]), 7, torch.device("cpu"))
+        assert bits[0].nonzero()[:, 0].tolist() == [1, 2, *sorted(eos)]
+        matcher.accept(2)
+        assert matcher.finished
+
+
+CALLS = [
+    Tag(["<tool>"], {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}, ["</tool>"]),
+    Tag(["<tool>f"], {"type": "integer"}, ["</tool>"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "right", "wrong"),
+    [
+        ({}, ['<tool>{"x":1}</tool>', "<tool>f2</tool><tool>f3</tool>"], ["", "so <tool>f2</tool>", "<tool>f</tool>"]),
+        ({"many": False}, ["<tool>f2</tool>"], ["", "<tool>f2</tool><tool>f3</tool>"]),
+        ({"separator": "\n"}, ["<tool>f2</tool>\n<tool>f3</tool>"], ["<tool>f2</tool><tool>f3</tool>"]),
+        (
+            {"trigger": "<tool>"},
+            ["", "text < tool", "so <tool>f2</tool> and\n<tool>f3</tool> end", '<tool>{"x":1}</tool>'],
+            ["so <tool>g", "<tool>f2</tool> <tool>fa", '<tool>{"x":2'],
+        ),
+        ({"trigger": "<tool>", "many": False}, ["", "a", "so <tool>f2</tool>"], ["so <tool>f2</tool> and", "<tool>g"]),
+    ],
+)
+def test_tagged_outputs(options: dict[str, object], right: list[str], wrong: list[str]) -> None:
+    grammar = compiled(tagged_output(CALLS, **options))  # type: ignore[arg-type]
+    for text in (*right, *wrong):
+        matcher = grammar.matcher()
+        errors = [matcher.accept(token) for token in tokenizer().encode(text, add_special_tokens=False)]
+        ends = not any(errors) and (matcher.finished or EOS in allowed(matcher))
+        assert ends is (text in right), text
+
+
+def test_a_special_token_begins_a_tag() -> None:
+    for trigger in (None, 1):
+        grammar = compiled(tagged_output([Tag([1, "f"], {"type": "integer"}, [3])], trigger=trigger))
+        matcher = grammar.matcher()
+        assert 1 in allowed(matcher)
+        assert 3 not in allowed(matcher)
+        ids = [1, *tokenizer().encode("f12", add_special_tokens=False)]
+        assert [matcher.accept(token) for token in ids] == [None] * len(ids)
+        assert 3 in allowed(matcher)
+        assert 1 not in allowed(matcher)
+        assert matcher.accept(3) is None
+        assert 1 in allowed(matcher)
+        assert EOS in allowed(matcher)
+    with pytest.raises(ValueError, match="does not begin with the trigger"):
+        tagged_output([Tag(["a"], {})], trigger="b")
+
+
+def test_a_sequence_has_a_matcher_of_its_own() -> None:
+    params = sampling(grammar=compiled(GrammarSpec.choice(["ab", "ac"])))
+    first, second = (params.grammar.matcher() for _ in range(2))  # type: ignore[union-attr]
+    first.accept(tokenizer().encode("a", add_special_tokens=False)[0])
+    assert allowed(first) != allowed(second)
