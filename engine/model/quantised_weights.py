@@ -28,7 +28,10 @@ _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class Parts(NamedTuple):
-    """Tensors of a matrix [M, N]. A number is (code - zero) x scale, or table[code] x scale."""
+    """Tensors of a matrix [M, N]. A number is (code - zero) x scale, or table[code] x scale.
+
+    `codes` and `table` are copies, because tensors of a file are pages of this file, which may be read again and again.
+    """
 
     codes: Tensor  # [M, N]: uint8 with 4 bits, int8 or float8_e4m3fn
     scales: Tensor  # in the order of rows and then groups
@@ -100,7 +103,7 @@ def _spread(values: Tensor, matrix: QuantisedMatrix) -> Tensor:
     if values.numel() != rows * columns // group:
         blocks = values.reshape(-(-rows // height), -(-columns // width))
         values = blocks[torch.arange(rows) // height][:, torch.arange(0, columns, group) // width]
-    return values.reshape(rows, -1).contiguous()
+    return values.reshape(rows, -1).clone(memory_format=torch.contiguous_format)
 
 
 def _bytes(tensor: LazyTensor) -> bytes:
@@ -142,11 +145,12 @@ def _int32(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any]) -> Pa
 
 def _int8(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any]) -> Parts:
     scales = get("SCB") * (1 / 127) if "SCB" in matrix.parts else get("weight_scale")
-    return Parts(get("weight"), scales, get("weight_zero_point") if matrix.has_zeros else None)
+    return Parts(get("weight").clone(), scales, get("weight_zero_point") if matrix.has_zeros else None)
 
 
 def _fp8(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any]) -> Parts:
-    return Parts(get("weight"), _floats(get("weight_scale" if "weight_scale" in matrix.parts else "weight_scale_inv")))
+    scales = get("weight_scale" if "weight_scale" in matrix.parts else "weight_scale_inv")
+    return Parts(get("weight").clone(), _floats(scales))
 
 
 def _fp4(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any]) -> Parts:
@@ -171,7 +175,7 @@ def _bitsandbytes(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any]
     # A block may go over the end of a row.
     blocks = torch.arange(0, 2 * len(pairs), matrix.group) // matrix.span[1]
     codes = torch.stack((pairs >> 4, pairs & 15), -1).reshape(matrix.shape)
-    return Parts(codes, maxima[blocks], table=get("weight.quant_map"))
+    return Parts(codes, maxima[blocks], table=get("weight.quant_map").clone())
 
 
 def _floats(scales: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model.checkpoint import open_checkpoint
 from llmsched.engine.model.loader import load_config, load_model
-from llmsched.engine.model.packed_modules import PackedLinear
+from llmsched.engine.model.packed_modules import PackedEmbedding, PackedLinear
 from llmsched.engine.model.quantised_weights import dequantised_state_dict
 from llmsched.engine.model.source import locate
 from llmsched.engine.model.support import refusal_of_file
@@ -133,6 +133,22 @@ def test_modules_that_are_not_quantised_stay_as_they_are(tmp_path: Path) -> None
     assert len(kept) == 9
     assert all("mlp" in name for name in kept)
     assert assert_logits_equal(model, checkpoint.model, "fused").model_impl == "fused"
+
+
+@pytest.mark.parametrize(("case", "arch"), [("ct fp8 channel", "qwen2"), ("nf4", "gemma")])
+def test_quantised_embeddings_and_lm_head(case: str, arch: str, tmp_path: Path) -> None:
+    checkpoint = save_quantised(tmp_path, case, arch, vocabulary=True, tie_word_embeddings=False)
+    model = load(tmp_path)
+    assert {type(model.get_input_embeddings()), type(model.lm_head)} == {PackedEmbedding, PackedLinear}
+    assert_logits_equal(model, checkpoint.model)
+
+
+def test_pickled_checkpoints(tmp_path: Path) -> None:
+    checkpoint = save_quantised(tmp_path, "gptq")
+    file = tmp_path / "model.safetensors"
+    torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+    file.unlink()
+    assert_logits_equal(load(tmp_path), checkpoint.model)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe fp8", "gpt_oss mxfp4"])

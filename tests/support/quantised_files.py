@@ -294,16 +294,20 @@ class Checkpoint:
     dense: dict[str, Tensor]  # dequantised weights by name
 
 
-def save_quantised(path: Path, case: str, arch: str = "llama", *, only: str = "", **overrides: Any) -> Checkpoint:
+def save_quantised(
+    path: Path, case: str, arch: str = "llama", *, only: str = "", vocabulary: bool = False, **overrides: Any
+) -> Checkpoint:
     """Write a small model of `arch` whose linear layers are quantised, except for lm_head, with its tokenizer.
 
-    If `only` is given, only layers whose names contain this text are quantised.
+    If `only` is given, only layers whose names contain this text are quantised. If `vocabulary` is True, embeddings and
+    lm_head are quantised too.
     """
     settings, write = FORMATS[case]
     model, tensors, dense = build_model(arch, **overrides), {}, {}
     torch.manual_seed(1)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head" and only in name:
+        chosen = vocabulary or (isinstance(module, nn.Linear) and name != "lm_head")
+        if chosen and isinstance(module, nn.Linear | nn.Embedding) and only in name:
             parts, weight = write(module.weight.detach())
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
             dense[f"{name}.weight"] = module.weight.data = weight
