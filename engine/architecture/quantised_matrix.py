@@ -125,7 +125,8 @@ class MatrixTensors:
         groups = (self.settings.get("config_groups") or {}).values()
         blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
         found = next(filter(None, [self.settings.get("weight_block_size"), *blocks]), (128, 128))
-        return int(found[0]), int(found[1])
+        height, width = found.split("x") if isinstance(found, str) else found
+        return int(height), int(width)
 
     def ordered(self, name: str, columns: int, count: int) -> bool:
         """Return True if the tensor `name`, the group of each column, does not have groups of neighbours."""

@@ -36,7 +36,7 @@ def own_values(settings: Mapping[str, Any], name: str) -> Iterator[Any]:
 def _refusal(method: str, settings: Mapping[str, Any]) -> str | None:
     get = settings.get
     if method not in _METHODS:
-        return "the format is unknown"
+        return "not supported"
     bits = get("bits", get("w_bit", 4))
     if method in ("awq", "gptq") and (other := {bits, *own_values(settings, "bits")} - _BITS[method]):
         return f"{', '.join(map(str, other))} bits"
@@ -44,6 +44,8 @@ def _refusal(method: str, settings: Mapping[str, Any]) -> str | None:
         return f"layout {get('version')}"
     if method == "gptq" and (get("checkpoint_format") or "gptq") not in ("gptq", "gptq_v2"):
         return f"layout {get('checkpoint_format')}"
+    if method == "bitsandbytes" and (get("bnb_4bit_quant_storage") or "uint8") != "uint8":
+        return f"codes are stored as {get('bnb_4bit_quant_storage')}"
     if method == "compressed-tensors":
         return _refusal_of_compressed(settings)
     if method == "modelopt":

@@ -268,7 +268,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "ct fp8": _library({"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized", **FP8_INPUTS),
     "ct fp8 channel": _library({"num_bits": 8, "type": "float", "strategy": "channel"}, "naive-quantized"),
     "ct fp8 block": _library(
-        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]}, "float-quantized"
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "32x32"}, "float-quantized"
     ),
     "ct nvfp4": _library(
         {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "float8_e4m3fn"},
