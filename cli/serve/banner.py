@@ -7,14 +7,21 @@ from llmsched.cli.serve.home_page import commands_to_try
 from llmsched.engine.core import Engine
 from llmsched.engine.memory.graph_memory import CapturedGraphs
 from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
+from llmsched.engine.text.parsers.notation import Notation
 from llmsched.engine.units import human_bytes
 
 
 def show_start(
-    engine: Engine, model_name: str, listener: socket.socket, *, has_key: bool, profile: str | None = None
+    engine: Engine,
+    model_name: str,
+    listener: socket.socket,
+    *,
+    has_key: bool,
+    profile: str | None = None,
+    notation: Notation | None = None,
 ) -> None:
     """Print the banner, with a request to try. Warn if the server listens on all interfaces without an API key."""
-    render.table("settings", ("", ""), start_rows(engine, model_name, profile), text_columns=2)
+    render.table("settings", ("", ""), start_rows(engine, model_name, profile, notation), text_columns=2)
     if ignored := engine.model.ignored_defaults:
         render.warn(f"generation_config.json has fields that this server does not support: {', '.join(ignored)}")
     host, port = listener.getsockname()[:2]
@@ -30,7 +37,9 @@ def show_start(
         render.say(f"{label}  {command}", wrap=False)
 
 
-def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> list[tuple[str, str]]:
+def start_rows(
+    engine: Engine, model_name: str, profile: str | None = None, notation: Notation | None = None
+) -> list[tuple[str, str]]:
     config, model, stats = engine.config, engine.model, engine.stats()
     most, blocks = stats.max_running, stats.host_blocks_total
     limit = "max_num_seqs" if most == config.max_num_seqs else "max_num_batched_tokens"
@@ -60,6 +69,8 @@ def start_rows(engine: Engine, model_name: str, profile: str | None = None) -> l
         ("preemption", preemption),
         ("sampling", sampling),
     ]
+    if notation is not None:
+        rows.append(("chats", notation.describe()))
     return rows
 
 

@@ -216,7 +216,7 @@ async def _serve(
         limits,
         grace_s=flags.grace_period,
         on_ready=lambda: show_start(
-            engine, name, listeners[0], has_key=access.api_key is not None, profile=flags.profile
+            engine, name, listeners[0], has_key=access.api_key is not None, profile=flags.profile, notation=notation
         ),
         on_drain=on_drain,
     )

@@ -91,7 +91,7 @@ class Preparer:
         extra: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
         extra["grammar"] = self._grammar(request)
         if make_parser() is not None:
-            extra["shown_token_ids"] = self._notation.shown_ids
+            extra["shown_token_ids"] = frozenset(self._notation.special_ids.values())
         sampling = self._sampling(request, len(token_ids), self._max_model_len, extra)
         yield PreparedPrompt(token_ids, None, sampling, make_parser)
 

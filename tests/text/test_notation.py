@@ -76,8 +76,8 @@ def test_prompts_may_open_the_reasoning() -> None:
 
 def test_special_tokens_of_the_notation_are_shown() -> None:
     tokenizer = tokenizer_with(TOOL_TEMPLATES["mistral"], "[TOOL_CALLS]", "[ARGS]", "[OTHER]")
-    shown = {tokenizer.backend.token_to_id(text) for text in ("[TOOL_CALLS]", "[ARGS]")}
-    assert find_notation(tokenizer).shown_ids == shown
+    special = {text: tokenizer.backend.token_to_id(text) for text in ("[TOOL_CALLS]", "[ARGS]")}
+    assert find_notation(tokenizer).special_ids == special
 
 
 def test_outputs_without_tools_and_reasoning_need_no_parser() -> None:
@@ -93,3 +93,9 @@ def test_outputs_without_tools_and_reasoning_need_no_parser() -> None:
 def test_flags_offer_every_parser() -> None:
     assert set(get_args(ToolCallParser)) == {"auto", *TOOL_CALL_PARSERS, "none"}
     assert set(get_args(ReasoningParser)) == {"auto", *REASONING_PARSERS, "none"}
+
+
+def test_the_banner_names_the_notation() -> None:
+    assert find_notation(tokenizer_with(CHAT_TEMPLATE)).describe() == "tool calls in the notation hermes"
+    described = find_notation(tokenizer_with(THINKING_TEMPLATE), "none").describe()
+    assert described == "tool calls not supported; reasoning between <think> and </think>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmsched.engine.errors import RequestError
@@ -40,7 +40,8 @@ class Notation:
 
     call_parser: type[OutputParser] | None = None  # None: the output has no tool calls
     thinking: tuple[str, str] | None = None  # texts around reasoning; None: there is no reasoning, or it is content
-    shown_ids: frozenset[int] = frozenset()  # special tokens that parsers look for
+    special_ids: Mapping[str, int] = field(default_factory=dict)  # texts of the notation that are special tokens
+    reasoning_end_id: int | None = None  # the token that ends reasoning, if it is one token
 
     def parser(self, functions: Functions, *, opened: bool) -> OutputParser | None:
         """Return a parser of one output, or None if the whole output is content.
@@ -50,6 +51,13 @@ class Notation:
         if self.call_parser is not None and (functions or self.call_parser is HarmonyParser):
             return self.call_parser(functions, self.thinking, opened=opened)
         return None if self.thinking is None else OutputParser(functions, self.thinking, opened=opened)
+
+    def describe(self) -> str:
+        """Return a line about tool calls and reasoning, for people."""
+        names = {parser: name for name, parser in TOOL_CALL_PARSERS.items()}
+        calls = "not supported" if self.call_parser is None else f"in the notation {names[self.call_parser]}"
+        reasoning = "" if self.thinking is None else f"; reasoning between {' and '.join(self.thinking)}"
+        return f"tool calls {calls}{reasoning}"
 
     def opens_reasoning(self, prompt_end: str) -> bool:
         return self.thinking is not None and prompt_end.rstrip().endswith(self.thinking[0])
@@ -63,9 +71,9 @@ def find_notation(tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_
     if reasoning_parser == AUTO:
         thinking = next((texts for texts in REASONING_PARSERS.values() if texts[1] in template), None)
     markers = {*(calls.markers if calls else ()), *(thinking or ())}
-    ids = (tokenizer.backend.token_to_id(marker) for marker in markers)
-    shown = frozenset(token_id for token_id in ids if token_id is not None and tokenizer.is_special(token_id))
-    return Notation(calls, thinking, shown)
+    ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
+    special = {marker: each for marker, each in ids.items() if each is not None and tokenizer.is_special(each)}
+    return Notation(calls, thinking, special, None if thinking is None else ids[thinking[1]])
 
 
 def _detect_calls(tokenizer: Tokenizer) -> type[OutputParser] | None:
