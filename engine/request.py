@@ -49,6 +49,7 @@ class SamplingParams:
     shown_token_ids: frozenset[int] = frozenset()  # special tokens that the text has nevertheless
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None  # from Engine.grammars; outputs match it, and end when it ends
+    grammar_after: int | None = None  # the grammar begins after the first token with this id
 
     def __post_init__(self) -> None:
         within("n", self.n, 1, MAX_N)
@@ -125,8 +126,9 @@ class Sequence:
     matcher: Matcher | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.sampling.grammar is not None:
-            self.matcher = self.sampling.grammar.matcher(ignore_eos=self.sampling.ignore_eos)
+        sampling = self.sampling
+        if sampling.grammar is not None:
+            self.matcher = sampling.grammar.matcher(ignore_eos=sampling.ignore_eos, after=sampling.grammar_after)
 
     @property
     def depends_on_tokens(self) -> bool:

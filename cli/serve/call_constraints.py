@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from llmsched.cli.serve.protocol import ChatRequest
 from llmsched.cli.serve.tool_fields import NamedFunction, Tool
 from llmsched.engine.errors import RequestError
+from llmsched.engine.grammar.compiler import Grammar, GrammarCompiler
 from llmsched.engine.grammar.spec import GrammarSpec
 from llmsched.engine.text.parsers.call_grammars import calls_or_json, forced_calls, forced_notation, strict_calls
 from llmsched.engine.text.parsers.notation import Notation
@@ -51,3 +52,24 @@ def wanted_output(request: ChatRequest, notation: Notation, *, only_strict: bool
         return None
     strict = strict_calls(notation.call_parser, functions, ids, many=many)
     return None if strict is None else ("tools", strict)
+
+
+def chat_grammar(request: ChatRequest, notation: Notation, compiler: GrammarCompiler) -> Grammar | None:
+    """Return the grammar of a chat's outputs, or None if anything will do.
+
+    Raises RequestError for fields that cannot be combined, and for a schema that cannot be enforced. If the schema of a
+    function that is not strict cannot be enforced, the function takes any arguments.
+    """
+    try:
+        wanted = wanted_output(request, notation)
+        return None if wanted is None else compiler.compile(wanted[1], param=wanted[0])
+    except RequestError as error:
+        if error.param != "tools":
+            raise
+    for name, schema in schemas(request.callable_tools(), only_strict=True).items():
+        try:
+            compiler.compile(GrammarSpec.json_schema(schema), param=f"parameters of {name}")
+        except RequestError as error:
+            raise RequestError("tools", f"tools: {error}") from error
+    wanted = wanted_output(request, notation, only_strict=True)
+    return None if wanted is None else compiler.compile(wanted[1], param=wanted[0])

@@ -8,11 +8,12 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from llmsched.cli.serve.call_constraints import Wanted, chat_grammar, schemas, wanted_output
+from llmsched.cli.serve.messages import Message
 from llmsched.cli.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    Message,
     ModelRequest,
     PrefixRequest,
     Prompt,
@@ -50,16 +51,19 @@ class Preparer:
 
     def is_large(self, request: ModelRequest) -> bool:
         """Return True if a grammar must be compiled, which may take a second."""
-        found = request.grammar_spec() if isinstance(request, GenerationRequest) else None
-        return found is not None and not self._grammars.has(found[1])
+        wanted: Wanted | None = None
+        if isinstance(request, ChatRequest):
+            wanted = wanted_output(request, self._notation)
+        elif isinstance(request, GenerationRequest):
+            wanted = request.grammar_spec()
+        return wanted is not None and not self._grammars.has(wanted[1])
 
-    def _grammar(self, request: GenerationRequest) -> Grammar | None:
-        found = request.grammar_spec()
-        return None if found is None else self._grammars.compile(found[1], param=found[0])
+    def _grammar(self, wanted: Wanted | None) -> Grammar | None:
+        return None if wanted is None else self._grammars.compile(wanted[1], param=wanted[0])
 
     def completion(self, request: CompletionRequest) -> Iterator[PreparedPrompt]:
         """Yield the prompts of a completion. Raises RequestError for a bad parameter or an unservable prompt."""
-        extra: dict[str, Any] = {"logprobs": request.logprobs, "grammar": self._grammar(request)}
+        extra: dict[str, Any] = {"logprobs": request.logprobs, "grammar": self._grammar(request.grammar_spec())}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
         for prompt in request.prompt:
@@ -75,10 +79,8 @@ class Preparer:
         options = request.template_kwargs()
         if request.reasoning_effort is not None:
             options = self._effort_options(request.reasoning_effort) | options
-        if request.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice", 'tool_choice must be "auto" or "none"; this server cannot force a call')
-        functions = {tool.function.name: tool.function.parameters or {} for tool in request.callable_tools()}
-        if functions and self._notation.call_parser is None:
+        tools, notation = request.callable_tools(), self._notation
+        if tools and notation.call_parser is None:
             raise RequestError(
                 "tools",
                 "this server knows no notation for this model's tool calls, or runs with --tool-call-parser none; "
@@ -87,11 +89,15 @@ class Preparer:
         truncates = request.truncate_prompt_tokens is not None
         token_ids = self._truncated(self.chat_ids(dumped(request.messages), options, any_length=truncates), request)
         end = self._tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
-        make_parser = partial(self._notation.parser, functions, opened=self._notation.opens_reasoning(end))
+        opened, after = notation.opens_reasoning(end), notation.reasoning_end_id
         extra: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
-        extra["grammar"] = self._grammar(request)
+        extra["grammar"] = grammar = chat_grammar(request, notation, self._grammars)
+        if opened and grammar is not None:
+            # If no single token ends the reasoning, the grammar applies from the beginning.
+            opened, extra["grammar_after"] = after is not None, after
+        make_parser = partial(notation.parser, schemas(tools), opened=opened, in_forced_notation=grammar is not None)
         if make_parser() is not None:
-            extra["shown_token_ids"] = frozenset(self._notation.special_ids.values())
+            extra["shown_token_ids"] = frozenset(notation.special_ids.values())
         sampling = self._sampling(request, len(token_ids), self._max_model_len, extra)
         yield PreparedPrompt(token_ids, None, sampling, make_parser)
 

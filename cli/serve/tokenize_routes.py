@@ -8,8 +8,9 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from llmsched.cli.serve.api_errors import json_response
+from llmsched.cli.serve.messages import Message
 from llmsched.cli.serve.prompt_preparation import Preparer, dumped
-from llmsched.cli.serve.protocol import Int, Message, ModelRequest, TemplateOptions
+from llmsched.cli.serve.protocol import Int, ModelRequest, TemplateOptions
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import RequestError
 

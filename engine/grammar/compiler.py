@@ -110,23 +110,27 @@ class Grammar:
         self._vocabulary = vocabulary
         self._start = start
 
-    def matcher(self, *, ignore_eos: bool = False) -> Matcher:
-        """Return a matcher for a new output. With `ignore_eos`, the output does not end while it can go on."""
-        return Matcher(self._vocabulary, self._start.deep_copy(), ignore_eos)
+    def matcher(self, *, ignore_eos: bool = False, after: int | None = None) -> Matcher:
+        """Return a matcher for a new output. With `ignore_eos`, the output does not end while it can go on.
+
+        With `after`, the grammar begins after the first token with that id. Before, the output may not end.
+        """
+        return Matcher(self._vocabulary, self._start.deep_copy(), ignore_eos, after)
 
 
 class Matcher:
     """State of a grammar after the tokens of one output so far."""
 
-    def __init__(self, vocabulary: Vocabulary, state: LLMatcher, ignore_eos: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, state: LLMatcher, ignore_eos: bool, after: int | None) -> None:
         self.vocabulary = vocabulary
         self.state = state
         self.ignore_eos = ignore_eos
+        self.after = after  # None: the grammar has begun
 
     @property
     def finished(self) -> bool:
         """True if no token may follow, or only an end-of-sequence token."""
-        return self.state.is_stopped()
+        return self.after is None and self.state.is_stopped()
 
     @property
     def error(self) -> str | None:
@@ -135,6 +139,10 @@ class Matcher:
 
     def accept(self, token_id: int) -> str | None:
         """Add a token to the output. Return what is wrong if the grammar does not allow it."""
+        if self.after is not None:
+            if token_id == self.after:
+                self.after = None
+            return None
         return None if self.state.consume_token(token_id) else self.error
 
 
@@ -153,7 +161,9 @@ def token_masks(matchers: ListLike[Matcher], must_go_on: ListLike[bool]) -> npt.
         for row, matcher in enumerate(matchers):
             fill_next_token_bitmask(matcher.state, masks, row)
     for row, matcher in enumerate(matchers):
-        if matcher.state.is_error():
+        if matcher.after is not None:
+            masks[row] = vocabulary.not_eos
+        elif matcher.state.is_error():
             masks[row] = 0
         elif must_go_on[row]:
             masks[row] &= vocabulary.not_eos

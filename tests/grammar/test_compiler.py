@@ -6,6 +6,7 @@ import json
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import EOS, tokenizer
 from tiny_models import VOCAB_SIZE
@@ -224,3 +225,21 @@ def test_the_order_of_properties_is_that_of_the_schema() -> None:
         ids = tokenizer().encode(text, add_special_tokens=False)
         assert all(matcher.accept(token) is None for token in ids) is right
         assert json.loads(text) == {"a": 2, "b": 1}
+
+
+def test_a_grammar_may_begin_after_a_token() -> None:
+    marker, other = (tokenizer().encode(text, add_special_tokens=False)[0] for text in "xy")
+    matcher = make_compiler().compile(GrammarSpec.choice(["y"]), "test").matcher(after=marker)
+
+    def allowed() -> set[int]:
+        bits = np.unpackbits(token_masks([matcher], [False])[0], bitorder="little")[:VOCAB_SIZE]
+        return {int(token_id) for token_id in np.flatnonzero(bits)}
+
+    for token_id in (other, 5, other):
+        assert allowed() == {*range(VOCAB_SIZE)} - {EOS}
+        assert matcher.accept(token_id) is None
+    assert matcher.accept(marker) is None
+    assert allowed() == {other}
+    assert not matcher.finished
+    assert matcher.accept(other) is None
+    assert matcher.finished

@@ -81,7 +81,13 @@ def _tag(parser: type[OutputParser], name: str, schema: Mapping[str, Any], speci
 def _call(name: str, arguments: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a call as JSON. Definitions move to its root, where references expect them."""
     inner = dict(schema)
-    definitions = {key: inner.pop(key) for key in ("$defs", "definitions") if key in inner}
+    definitions: dict[str, Any] = {key: inner.pop(key) for key in ("$defs", "definitions") if key in inner}
     properties = {"name": {"const": name}, arguments: inner}
     required = ["name", arguments]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False, **definitions}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+        **definitions,
+    }

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat import PROBE_TOOL, render_text, shows_tools
+from llmsched.engine.text.parsers.call_grammars import forced_notation
 from llmsched.engine.text.parsers.harmony import HarmonyParser
 from llmsched.engine.text.parsers.json_calls import HermesParser, Llama3JsonParser, MistralParser
 from llmsched.engine.text.parsers.output_parser import Functions, Kind, OutputParser
@@ -43,13 +44,16 @@ class Notation:
     special_ids: Mapping[str, int] = field(default_factory=dict)  # texts of the notation that are special tokens
     reasoning_end_id: int | None = None  # the token that ends reasoning, if it is one token
 
-    def parser(self, functions: Functions, *, opened: bool) -> OutputParser | None:
+    def parser(self, functions: Functions, *, opened: bool, in_forced_notation: bool = False) -> OutputParser | None:
         """Return a parser of one output, or None if the whole output is content.
 
-        The request declares `functions`; `opened` says that its prompt ends within reasoning.
+        The request declares `functions`; `opened` says that its prompt ends within reasoning. With
+        `in_forced_notation`, a grammar says how calls are written.
         """
-        if self.call_parser is not None and (functions or self.call_parser is HarmonyParser):
-            return self.call_parser(functions, self.thinking, opened=opened)
+        calls = self.call_parser
+        if calls is not None and (functions or calls is HarmonyParser):
+            calls = forced_notation(calls) if in_forced_notation else calls
+            return calls(functions, self.thinking, opened=opened)
         return None if self.thinking is None else OutputParser(functions, self.thinking, opened=opened)
 
     def describe(self) -> str:
