@@ -121,7 +121,7 @@ class Grammar:
 class Matcher:
     """State of a grammar after the tokens of one output so far."""
 
-    def __init__(self, vocabulary: Vocabulary, state: LLMatcher, ignore_eos: bool, after: int | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, state: LLMatcher, ignore_eos: bool, after: int | None = None) -> None:
         self.vocabulary = vocabulary
         self.state = state
         self.ignore_eos = ignore_eos
