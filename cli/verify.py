@@ -10,6 +10,8 @@ from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model
 
 if TYPE_CHECKING:
+    import torch
+
     from llmsched.engine.parity.logit_comparison import CaseResult, ParityReport
     from llmsched.engine.parity.verification import LoadedModel
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 MAX_PARTINGS = 4
 
 
-@with_engine_options(only=("dtype", "device", "block_size", "model_impl"))
+@with_engine_options(only=("dtype", "kv_cache_dtype", "device", "block_size", "model_impl"))
 def verify(
     model: ModelArgument = None,
     num_prompts: Annotated[
@@ -49,10 +51,14 @@ def verify(
     and prints the margin between the two. Near ties are common in bfloat16 and rare in float32. The exit code is 1 if
     logits differ, or if tokens differ without a near tie.
 
+    With --kv-cache-dtype, transformers' keys and values are rounded in the same way, and the report says how much this
+    changes its logits.
+
     \b
     Examples:
       llmsched verify demo --dtype float32
       llmsched verify Qwen/Qwen3-8B --device cuda --num-tokens 64
+      llmsched verify demo --kv-cache-dtype fp8
       llmsched verify ./my-model --json
     """
     config = engine_options.config(resolve_model(model))
@@ -75,7 +81,9 @@ def _as_dict(subject: LoadedModel, report: ParityReport) -> dict[str, Any]:
         "ok": report.ok,
         "model": subject.info.name,
         "device": subject.device,
-        "dtype": _name(subject),
+        "dtype": _name(subject.dtype),
+        "kv_cache_dtype": _name(subject.kv_dtype),
+        "rounding_of_kv": report.rounding and {"kl_per_token": report.rounding.kl, "max": report.rounding.largest},
         "block_size": subject.block_size,
         "model_impl": report.model_impl,
         "tolerance_rule": report.tolerance.rule,
@@ -111,10 +119,16 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
         for check in report.checks
     ]
     columns = ("check", "result", "tokens", "detail", "max |logit difference|", "tolerance")
-    where = f"{subject.info.name} in {_name(subject)} on {subject.device}, {report.model_impl} layers"
+    kv = f" with KV in {_name(subject.kv_dtype)}" if report.rounding else ""
+    where = f"{subject.info.name} in {_name(subject.dtype)}{kv} on {subject.device}, {report.model_impl} layers"
     render.table(f"{where}, compared with plain transformers", columns, rows, text_columns=4)
     render.say(f"tolerance   {report.tolerance.rule}")
     render.say(f"            transformers itself differs by {report.spread:.2g} with and without its KV cache")
+    if report.rounding is not None:
+        render.say(
+            f"rounded KV  changes the logits of transformers by up to {report.rounding.largest:.2g}; KL divergence per "
+            f"token {report.rounding.kl:.2g} nats, from KV in {_name(subject.dtype)}"
+        )
     for check in report.checks:
         for line in _remarks(check):
             render.say(f"{check.name}: {line}")
@@ -135,5 +149,5 @@ def _remarks(check: CaseResult) -> Iterator[str]:
         yield f"{len(partings) - MAX_PARTINGS} more sequences differ"
 
 
-def _name(subject: LoadedModel) -> str:
-    return str(subject.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Unpack
 
+from llmsched.engine.architecture.dtypes import kv_refusal
 from llmsched.engine.architecture.flops import model_flops
 from llmsched.engine.config import EngineConfig, Limits, ResolvedConfig
 from llmsched.engine.device import device_memory, gpu_device
@@ -71,8 +72,8 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
     )
     cost = Roofline(work, gpu, engine, dtype=resolved.dtype)
     where = f"{gpu.name}, steps as of {engine.key}" if colon else gpu.name
-    refused = refusal(planner.content, planner.cache)
-    notes = () if refused is None else (f"simulated, although serve does not support this model: {refused}",)
+    refused = refusal(planner.content, planner.cache) or kv_refusal(resolved.kv_cache_dtype, device)
+    notes = () if refused is None else (f"simulated, although serve does not support this: {refused}",)
     provenance = Provenance(where, measured=False, published_error=cost.error, refused_by_serve=refused)
     return Blueprint(resolved, plan, cost, cost.swap_seconds, provenance, notes)
 

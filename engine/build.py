@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_servable, planned_kv_dtype
+from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_kv_dtype, planned_kv_dtype
 from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import LIMITS, EngineConfig, ResolvedConfig, check_limits
 from llmsched.engine.core import Engine
@@ -60,18 +60,18 @@ def build_engine(
     `served_model_name` is the model's name in metrics (None: the name in ModelInfo). Raises ModelError for a model that
     cannot be loaded or served, and ConfigError for a setting that does not suit the model or the device.
     """
-    check_servable(config)
     with _importing():
         opened = open_model(config, progress)
         import llmsched.engine.executor.torch_executor  # noqa: F401  # the rest of transformers
     dtype = str(opened.dtype).removeprefix("torch.")
-    kv_dtype = planned_kv_dtype(config, dtype)
-    dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
+    dtype_bytes = DTYPE_BYTES[dtype]
     path = opened.source.path if opened.source.kind == "directory" else None
     weights = gguf_weights(opened.source.gguf, dtype_bytes) if opened.source.gguf else None
     shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path, weights=weights)
     memory = device_memory(opened.device)
-    plan = plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=kv_dtype_bytes)
+    kv_dtype = planned_kv_dtype(config, dtype, memory, checkpoint_fp8=shape.fp8_kv)
+    check_kv_dtype(kv_dtype, memory)
+    plan = plan_memory(shape, config, memory, dtype_bytes=dtype_bytes, kv_dtype_bytes=DTYPE_BYTES[kv_dtype])
     resolved = plan.resolve(config, dtype, kv_dtype)
     free = cpu_memory().free
     if plan.device.kind == "cpu":
@@ -114,9 +114,8 @@ def _load(
 
     On a GPU, the plan gets the number of blocks that fits beside the measured weights, activations and graphs.
     """
-    import torch
-
     from llmsched.engine.executor.torch_executor import TorchExecutor
+    from llmsched.engine.model.kv_scales import KV_TYPES
 
     with _within_memory(
         plan, "loading the weights", "free memory that other programs use, or choose a smaller model or dtype"
@@ -134,12 +133,13 @@ def _load(
             num_blocks=min(plan.num_blocks, WARMUP_BLOCKS) if measures else plan.num_blocks,
             block_size=plan.block_size,
             device=opened.device,
-            kv_dtype=getattr(torch, resolved.kv_cache_dtype),
+            kv_dtype=KV_TYPES[resolved.kv_cache_dtype],
             max_model_len=plan.max_model_len,
             num_host_blocks=0 if measures else swap.num_blocks,
             layout=plan.layout,
             model_impl=resolved.model_impl,
             logits_bytes=logits_limit(plan.device.total),
+            checkpoint_scales=opened.kv_scales() if plan.kv_dtype_bytes == 1 else {},
         )
     progress("preparing the layers", 1, 1)
     remedy = f"lower {setting('max_num_batched_tokens')}, {setting('max_num_seqs')} or {_FOR_BLOCKS[plan.device.kind]}"

@@ -68,7 +68,8 @@ class EngineConfig:
     )
     kv_cache_dtype: KVDType = knob(
         "auto",
-        "type of the KV cache; auto is dtype, or what the checkpoint asks for; fp8 can only be planned for, not served",
+        "type of the KV cache; auto is fp8 if the checkpoint asks for it, else dtype; fp8 (which is fp8_e4m3) and "
+        "fp8_e5m2 hold twice as many tokens as 16 bits, but round keys and values (`llmsched verify` shows the effect)",
         choices=get_args(KVDType),
     )
     device: Device = knob(

@@ -44,7 +44,7 @@ def paged_attention(
 
     Raises ValueError if shapes and options do not fit each other. Values in tensors are not checked.
     """
-    _check_caches(key_cache, value_cache)
+    _check_caches(key_cache, value_cache, options.get("kv_scales"))
     _, heads, head_dim = query.shape
     _, kv_heads, _, cached_head_dim = key_cache.shape
     sequences = context_lens.shape[0]
@@ -79,14 +79,23 @@ def prepare_attention(
     return works
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
     """Compute `reference.write_kv` with the backend of the key's device. Raises ValueError if the shapes do not fit."""
     tokens = slot_mapping.shape[0]
     for name, new, kv in (("key", key, key_cache), ("value", value, value_cache)):
         if new.shape != (tokens, kv.shape[1], kv.shape[3]):
             raise ValueError(f"{name} {tuple(new.shape)} does not fit {tokens} slots of a cache {tuple(kv.shape)}")
-    _check_caches(key_cache, value_cache)
-    load_backend(backend_name(key.device.type)).write_kv(key, value, key_cache, value_cache, slot_mapping)
+    _check_caches(key_cache, value_cache, kv_scales)
+    backend = load_backend(backend_name(key.device.type))
+    backend.write_kv(key, value, key_cache, value_cache, slot_mapping, kv_scales=kv_scales)
 
 
 def sample(logits: Tensor, parameters: Tensor) -> Tensor:
@@ -128,7 +137,7 @@ def num_compiled() -> int:
     return sum(module.num_compiled() for module in modules)
 
 
-def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
+def _check_caches(key_cache: Tensor, value_cache: Tensor, kv_scales: Tensor | None) -> None:
     if key_cache.shape[:3] != value_cache.shape[:3]:
         raise ValueError(
             f"key cache {tuple(key_cache.shape)} and value cache {tuple(value_cache.shape)} may differ in head_dim only"
@@ -136,3 +145,8 @@ def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     for kv in (key_cache, value_cache):
         if not kv.is_contiguous():
             raise ValueError(f"KV cache has strides {kv.stride()}; it must be contiguous")
+    wanted = (2, key_cache.shape[1]) if key_cache.element_size() == 1 else None  # fp8 has scales, wider types have none
+    found = None if kv_scales is None else tuple(kv_scales.shape)
+    if key_cache.dtype != value_cache.dtype or found != wanted:
+        types = f"{key_cache.dtype} and {value_cache.dtype}"
+        raise ValueError(f"kv_scales {found} do not fit caches of {types}; allowed is one type for both, and {wanted}")

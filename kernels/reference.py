@@ -24,6 +24,7 @@ from llmsched.kernels.activations import ACTIVATIONS as ACTIVATIONS
 from llmsched.kernels.activations import Activation as Activation
 from llmsched.kernels.experts import route as route
 from llmsched.kernels.experts import run_experts as run_experts
+from llmsched.kernels.fp8 import as_bytes, restored, stored
 from llmsched.kernels.packed_matrix import PackedMatrix
 
 Int32 = npt.NDArray[np.int32]
@@ -48,6 +49,7 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     slopes: Tensor | None
+    kv_scales: Tensor | None
 
 
 def paged_attention(
@@ -63,6 +65,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    kv_scales: Tensor | None = None,
     work: Any = None,
 ) -> Tensor:
     """Return the causal attention of a packed batch over a paged KV cache that already holds the new keys and values.
@@ -79,11 +82,13 @@ def paged_attention(
     - sinks: [heads]. Each head's sink is one more logit in the denominator of the softmax, without a value (gpt-oss).
     - slopes: [heads]. A key's score is lowered by the head's slope times the distance between key and query in tokens
       (ALiBi, Press et al. 2021).
+    - kv_scales: float32 [2, kv_heads], the scales of keys and of values in fp8 caches (see fp8.py); None for others.
     - work: the result of the backend's `prepare_attention` for this layer and batch. None: it is prepared now.
 
     Returns [T, heads, Dv] in the query's dtype. The softmax is computed in float32.
     """
     group, block_size = query.shape[1] // key_cache.shape[1], key_cache.shape[2]
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
     bounds = cu_seqlens_q.tolist()
     for sequence, context in enumerate(context_lens.tolist()):
@@ -91,9 +96,9 @@ def paged_attention(
         first_query = context - (rows.stop - rows.start)
         begin = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
         table = block_tables[sequence, begin // block_size :]
-        keys = gather(key_cache, table, context - begin).repeat_interleave(group, dim=1)
-        values = gather(value_cache, table, context - begin).repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys.float()) * scale
+        keys = restored(gather(key_cache, table, context - begin), key_scales).repeat_interleave(group, dim=1)
+        values = restored(gather(value_cache, table, context - begin), value_scales).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         key_positions = torch.arange(begin, context, device=query.device)
@@ -108,7 +113,7 @@ def paged_attention(
             sink_column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, sink_column], dim=2)
         weights = torch.softmax(scores, dim=2)[:, :, : context - begin]
-        output[rows] = torch.einsum("hqk,khd->qhd", weights, values.float()).to(output.dtype)
+        output[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
     return output
 
 
@@ -124,18 +129,27 @@ def prepare_attention(
     return [None] * len(layers)  # the reference has nothing to prepare
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
     """Write the keys [T, kv_heads, D] and values [T, kv_heads, Dv] of T new tokens to the cache in place.
 
     `slot_mapping` is int64 [T]. Slot s is offset s % block_size in block s // block_size. A token with a negative slot
-    is padding, which is not written. No other slot may appear twice.
+    is padding, which is not written. No other slot may appear twice. `kv_scales` is as in `paged_attention`.
     """
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
     real = slot_mapping >= 0
     slots = slot_mapping[real]
     block_size = key_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, :, offsets] = key[real].to(key_cache.dtype)
-    value_cache[blocks, :, offsets] = value[real].to(value_cache.dtype)
+    for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+        as_bytes(cache)[blocks, :, offsets] = as_bytes(stored(new[real], cache.dtype, scales))
 
 
 class SamplingParameter(IntEnum):
@@ -232,7 +246,7 @@ def hashed(names: Tensor, first: Tensor, second: Tensor) -> Tensor:
 def gather(cache: Tensor, block_table: Tensor, context: int) -> Tensor:
     """Return the keys or values at the first `context` positions of a sequence, [context, kv_heads, head_dim]."""
     num_blocks = -(-context // cache.shape[2])
-    blocks = cache[block_table[:num_blocks].long()]
+    blocks = as_bytes(cache)[block_table[:num_blocks].long()].view(cache.dtype)
     return blocks.transpose(1, 2).flatten(0, 1)[:context]
 
 
@@ -286,6 +300,7 @@ def rotate_and_write(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     by_group: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values to the cache. Return the queries.
 
@@ -295,6 +310,7 @@ def rotate_and_write(
     - cos, sin: [T, R] in the type of `projected`, where R is even and at most D. The first R numbers x of a vector
       become x cos + (-x2, x1) sin, where x1 and x2 are the halves of x (rotary position embedding, Su et al. 2021).
     - slot_mapping: int64 [T], as in `write_kv`.
+    - kv_scales: as in `paged_attention`.
     - query_weight, key_weight: [D]. Queries and keys are replaced by their RMS norms before the rotation (Qwen3).
 
     Returns the rotated queries, [T, heads, D].
@@ -311,7 +327,7 @@ def rotate_and_write(
         query, key = (
             norm(part, weight, eps=eps, offset=offset) for part, weight in ((query, query_weight), (key, key_weight))
         )
-    write_kv(rotate(key, cos, sin), value, key_cache, value_cache, slot_mapping)
+    write_kv(rotate(key, cos, sin), value, key_cache, value_cache, slot_mapping, kv_scales=kv_scales)
     return rotate(query, cos, sin)
 
 

@@ -90,9 +90,8 @@ class BudgetAnalysis:
             )
         if self.config.dtype == "auto" and not self.device.computes_bf16:
             yield f"dtype auto is {self.dtype}: {self.device.name} does not compute in bfloat16"
-        if self.kv_dtype.startswith("fp8"):
-            source = "from the checkpoint's scales" if self.config.kv_cache_dtype == "auto" else "as requested"
-            yield f"KV in {self.kv_dtype} ({source}) is planned for other engines: llmsched serve needs 16 or 32 bits"
+        if self.kv_dtype.startswith("fp8") and self.config.kv_cache_dtype == "auto":
+            yield f"{setting('kv_cache_dtype')} auto is {self.kv_dtype}, because the checkpoint has scales for it"
         length = self.demand.length(plan)
         admitted = plan.num_admitted_at(length)
         if self.has_demand and self.fits and admitted < self.demand.users:

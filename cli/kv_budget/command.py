@@ -13,6 +13,7 @@ from llmsched.cli.kv_budget.command_lines import command_line, serve_line, with_
 from llmsched.cli.kv_budget.json_document import comparison_document, document
 from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model, with_options
+from llmsched.engine.architecture.dtypes import kv_refusal
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.memory.planner import open_planner
@@ -100,6 +101,7 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
         settings = with_vllm_defaults(config, given, device) if planner.profile else config
         if options.users is not None and config.max_model_len is None:
             settings = replace(settings, max_model_len=longest_context(planner, settings, device, options.users))
+        kv_refused = kv_refusal(planner.kv_dtype(settings, device), device)
         analyses.append(
             BudgetAnalysis(
                 spec=spec,
@@ -110,7 +112,7 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
                 has_demand=options.users is not None or options.context is not None,
                 mean_len=options.mean_len,
                 lengths=lengths,
-                refusal=refused,
+                refusal=refused or kv_refused,
                 quantization=options.quantization,
             )
         )

@@ -41,7 +41,7 @@ def serve_line(analysis: BudgetAnalysis) -> str | None:
             return None
         config = replace(config, **change.settings)
     model = "demo" if analysis.spec == "demo" else _model(analysis)
-    if model is None or analysis.refusal or analysis.quantization or analysis.kv_dtype.startswith("fp8"):
+    if model is None or analysis.refusal or analysis.quantization:
         return None
     given = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "model"}
     default = EngineConfig()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llmsched.engine.device import DeviceMemory
 
 #: Bytes of one number of each type.
 DTYPE_BYTES: Mapping[str, int] = {
@@ -25,18 +29,27 @@ def planned_dtype(config: EngineConfig, *, computes_bf16: bool) -> str:
     return "bfloat16" if computes_bf16 else "float32"
 
 
-def planned_kv_dtype(config: EngineConfig, dtype: str, *, checkpoint_fp8: bool = False) -> str:
-    """Return the data type of the KV cache. "auto" is fp8 if the checkpoint has scales for fp8 KV, else `dtype`."""
+def planned_kv_dtype(config: EngineConfig, dtype: str, device: DeviceMemory, *, checkpoint_fp8: bool) -> str:
+    """Return the data type of the KV cache.
+
+    "auto" is fp8 if the checkpoint has scales for fp8 KV and the device can read this type, else `dtype`.
+    """
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
-    return "fp8" if checkpoint_fp8 else dtype
+    return "fp8" if checkpoint_fp8 and kv_refusal("fp8", device) is None else dtype
 
 
-def check_servable(config: EngineConfig) -> None:
-    """Raise ConfigError if the KV cache would be fp8, which this engine's kernels cannot read."""
-    if config.kv_cache_dtype.startswith("fp8"):
-        raise ConfigError(
-            "kv_cache_dtype",
-            f"{config.kv_cache_dtype} cannot be served: the kernels read KV in float32, bfloat16 and float16; use auto "
-            "or bfloat16 (`llmsched kv-budget` plans fp8 for other engines)",
-        )
+def kv_refusal(kv_dtype: str, device: DeviceMemory) -> str | None:
+    """Return the reason why `serve` cannot use a KV cache of this type on the device, or None."""
+    if kv_dtype not in ("fp8", "fp8_e4m3") or device.computes_fp8:
+        return None
+    return (
+        f"{device.name} cannot convert KV in {kv_dtype} (e4m3), which takes compute capability 8.9 (Ada) or newer; use "
+        "fp8_e5m2, or bfloat16"
+    )
+
+
+def check_kv_dtype(kv_dtype: str, device: DeviceMemory) -> None:
+    """Raise ConfigError if `serve` cannot use a KV cache of this type on the device."""
+    if refused := kv_refusal(kv_dtype, device):
+        raise ConfigError("kv_cache_dtype", refused)

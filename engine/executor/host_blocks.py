@@ -32,7 +32,7 @@ class HostBlocks:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._timed_copies: list[Stopwatch] = []
-        tensors = [*cache.keys, *cache.values]
+        tensors = cache.tensors
         shapes = [(num_blocks, *tensor.shape[1:]) for tensor in tensors]
         sizes = [math.prod(shape) * tensor.itemsize for shape, tensor in zip(shapes, tensors, strict=True)]
         memory = torch.empty(sum(sizes), dtype=torch.uint8)

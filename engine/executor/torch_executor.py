@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
+from llmsched.engine.model.kv_scales import ScaleName, kv_scales
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.progress import Progress, silent
@@ -67,6 +69,7 @@ class TorchExecutor(Executor):
         layout: KVLayout | None = None,
         model_impl: ModelImplementation = "auto",
         logits_bytes: int = LOGITS_BYTES,
+        checkpoint_scales: Mapping[ScaleName, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         limit = rotary_limit(read_fields(model.config))
         if limit is not None and max_model_len is not None and max_model_len > limit:
@@ -84,6 +87,7 @@ class TorchExecutor(Executor):
         #: What computes the model: fused or transformers.
         self.model_impl = self._model.implementation
         self._kv_dtype = kv_dtype
+        self._kv_scales = kv_scales(self._model, kv_dtype, model.dtype, self.device, checkpoint_scales, max_model_len)
         self._buffers = StepBuffers(self.device, 1 << 16)
         #: Number of logits per token. Only ids below it can be sampled or biased.
         self.vocab_size = self._model.vocab_size
@@ -103,7 +107,9 @@ class TorchExecutor(Executor):
         self._cache = KVCache([], [], [])
         self.used_bytes()  # returns their memory
         with self._on_stream():
-            self._cache = KVCache.allocate(self._model.layers, num_blocks, self.layout, self._kv_dtype, self.device)
+            self._cache = KVCache.allocate(
+                self._model.layers, num_blocks, self.layout, self._kv_dtype, self.device, self._kv_scales
+            )
         self.num_blocks = num_blocks
         self.kv_cache_bytes = self._cache.num_bytes
 

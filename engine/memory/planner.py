@@ -271,7 +271,7 @@ class ModelPlanner:
 
     def kv_dtype(self, config: EngineConfig, device: DeviceMemory) -> str:
         dtype = self.dtype(config, device)
-        return planned_kv_dtype(config, dtype, checkpoint_fp8=self.shape(config, device).fp8_kv)
+        return planned_kv_dtype(config, dtype, device, checkpoint_fp8=self.shape(config, device).fp8_kv)
 
 
 def gguf_weights(path: Path, dtype_bytes: int) -> Weights:

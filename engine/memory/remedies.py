@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmsched.engine.architecture.dtypes import DTYPE_BYTES
+from llmsched.engine.architecture.dtypes import DTYPE_BYTES, kv_refusal
 from llmsched.engine.architecture.quantization import settings_of
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
@@ -121,6 +121,7 @@ class _Search:
             device.kind == "cuda" and config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None
         )
         self.half = "bfloat16" if device.computes_bf16 else "float16"
+        self.fp8 = "fp8" if kv_refusal("fp8", device) is None else "fp8_e5m2"
         self.is_wide = DTYPE_BYTES[planner.dtype(config, device)] > 2
 
     def more_memory(self) -> list[Change]:
@@ -160,9 +161,11 @@ class _Search:
         if self.is_wide:
             found += self._try("set", "weights and KV are rounded to 16 bits", dtype=self.half)
         for cost, settings in _FEWEST_BITS:
-            if (kv_bytes > 1 or "quantization" in settings) and (
-                narrow := self._try("set", f"{cost}; {_NOT_SERVED}", servable=False, **settings)
-            ):
+            servable = "quantization" not in settings
+            if "kv_cache_dtype" in settings:
+                settings = {**settings, "kv_cache_dtype": self.fp8}
+            note = cost if servable else f"{cost}; {_NOT_SERVED}"
+            if (kv_bytes > 1 or not servable) and (narrow := self._try("set", note, servable=servable, **settings)):
                 return found + narrow
         return found
 
@@ -174,12 +177,12 @@ class _Search:
         if self.by_utilisation and self.plan.utilisation < MAX_ADVISED_UTILISATION:
             settings["gpu_memory_utilization"] = MAX_ADVISED_UTILISATION
         cost = "less margin, slower prompts, rounding"
+        steps["kv_cache_dtype"] = self.fp8
         for name, value in steps.items():
             settings[name] = value
             if found := self._try("set", cost, **settings):
                 return found
-        cost += f"; {_NOT_SERVED}"
-        return self._try("set", cost, servable=False, **settings, kv_cache_dtype="fp8")
+        return []
 
     def shorter_context(self) -> list[Change]:
         wanted = self.demand.length(self.plan)

@@ -14,22 +14,19 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.experts import ExpertParts
 from llmsched.engine.model.modules import Linear, Norm, UnknownStructureError
 from llmsched.engine.model.packed_modules import PackedLinear
-from llmsched.engine.model.paged import KVCache, PagedContext, PagedModel
+from llmsched.engine.model.paged import PagedContext, PagedModel, run_alone
 from llmsched.engine.model.probe import AttentionCall
 from llmsched.engine.model.structure import LayerParts, MlpParts, read_structure
 from llmsched.kernels.activations import Activation
-from llmsched.kernels.dispatch import backend_name, load_backend, prepare_attention
+from llmsched.kernels.dispatch import backend_name, load_backend
 from llmsched.kernels.packed_matrix import PackedMatrix
-from llmsched.kernels.reference import Put
 
 #: Number of tokens for which the decoder compares its logits with the model's.
 TRIAL_TOKENS = 16
@@ -136,15 +133,17 @@ class FusedDecoder:
         tables = self._tables(residual, positions)
         normed = kernels.add_norm(residual, None, *self._parts.layers[0].attention_norm, **rule)
         for index, layer in enumerate(self._layers):
-            keys, values, group = context.cache.of_layer(index)
+            keys, values, group, scales = context.cache.of_layer(index)
             call = layer.call
             # Each tensor is an argument or replaces `branch`, so that none is kept longer than the memory plan says.
             branch = self._project(layer, normed)
-            branch = kernels.rotate_and_write(branch, *tables[layer.rotary], keys, values, slots[group], **layer.heads)
+            branch = kernels.rotate_and_write(
+                branch, *tables[layer.rotary], keys, values, slots[group], kv_scales=scales, **layer.heads
+            )
             branch = kernels.paged_attention(
                 branch, keys, values, block_tables[group], *lengths,
                 work=context.works[index], scale=call.scale, window=call.shape.window, softcap=call.softcap,
-                sinks=call.sinks, slopes=call.slopes,
+                sinks=call.sinks, slopes=call.slopes, kv_scales=scales,
             )  # fmt: skip
             branch = _scaled(linear(branch.flatten(1), *layer.output), factors.residual)
             if traits.parallel:
@@ -206,23 +205,12 @@ class FusedDecoder:
         # A model that `plain` wraps cannot run on its own: its attention function needs a PagedContext.
         ids = torch.arange(TRIAL_TOKENS, device=self._device) * 7919 % self.vocab_size
         with torch.inference_mode():
-            expected = model(input_ids=ids[None]).logits[0].float() if plain is None else self._trial_logits(plain, ids)
-            found = self._trial_logits(self, ids)
+            logits = model(input_ids=ids[None]).logits[0] if plain is None else run_alone(plain, ids, self._dtype)[0]
+            expected, found = logits.float(), run_alone(self, ids, self._dtype)[0].float()
         spread = (expected - expected.mean(1, keepdim=True)).norm()
         difference = float((found - expected).norm() / spread)
         if not difference <= (TRIAL_TOLERANCE if self._dtype == torch.float32 else TRIAL_TOLERANCE_16):
             raise UnknownStructureError(f"its logits would differ by {difference:.2g} of their spread")
-
-    def _trial_logits(self, model: PagedModel, ids: Tensor) -> Tensor:
-        count, device = len(ids), self._device
-        cache = KVCache.allocate(self.layers, 1, KVLayout(count), self._dtype, device)
-        bounds, contexts = np.array([0, count], np.int32), np.array([count], np.int32)
-        put: Put = lambda array: torch.tensor(array, device=device)  # noqa: E731
-        works = prepare_attention(self.attention, bounds, contexts, device, put)
-        positions = torch.arange(count, device=device)
-        tables = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
-        context = PagedContext(cache, positions[None], tables, put(bounds), put(contexts), works)
-        return model.forward(ids, positions, context, None).float()
 
 
 def _scaled(rows: Tensor, factor: float) -> Tensor:

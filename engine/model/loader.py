@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from llmsched.engine.model.kv_scales import ScaleName
     from llmsched.kernels.packed_matrix import PackedMatrix
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ def load_model(
     import transformers
 
     from llmsched.engine.model.checkpoint import check_unquantised, open_checkpoint, with_progress
+    from llmsched.engine.model.kv_scales import without_scales
 
     matrices: dict[str, PackedMatrix] = {}
     settings, config = _without_quantization(config)
@@ -161,10 +163,10 @@ def load_model(
     elif settings:
         from llmsched.engine.model.quantised_weights import dequantised_state_dict
 
-        stored = open_checkpoint(source.path)
+        stored = without_scales(open_checkpoint(source.path))
         weights = dequantised_state_dict(stored, settings, f"model {source.spec}", matrices if packed else None, dtype)
     else:
-        weights = open_checkpoint(source.path)
+        weights = without_scales(open_checkpoint(source.path))
         check_unquantised(weights, f"model {source.spec}")
     state = with_progress(weights, f"loading {source.name}", progress)
     name = architecture_of(config)
@@ -298,6 +300,12 @@ class OpenModel:
         """Load the weights as `load_model(...)` does. If `packed` is False, dequantise all weights."""
         options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "progress": progress}
         return load_model(self.source, self.config, packed=packed and self.packed, **options)
+
+    def kv_scales(self) -> Mapping[ScaleName, torch.Tensor]:
+        """Read the scales of an fp8 KV cache in the checkpoint, which may have none."""
+        from llmsched.engine.model.kv_scales import checkpoint_scales
+
+        return {} if self.source.gguf is not None else checkpoint_scales(self.source.path)
 
 
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:

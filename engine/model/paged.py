@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, Unpack
 
+import numpy as np
 import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.kernels.dispatch import paged_attention, write_kv
-from llmsched.kernels.reference import AttentionOptions, AttentionShape
+from llmsched.kernels.dispatch import paged_attention, prepare_attention, write_kv
+from llmsched.kernels.fp8 import as_bytes
+from llmsched.kernels.reference import AttentionOptions, AttentionShape, Put
 
 #: Advice of madvise(2), Linux 5.14 or newer: take the memory of these pages now, without a change of their contents.
 _MADV_POPULATE_WRITE = 23
@@ -67,6 +69,7 @@ class KVCache:
     keys: list[torch.Tensor]  # for each part [num_blocks, kv_heads, block_size, key_dim]
     values: list[torch.Tensor]  # for each part [num_blocks, kv_heads, block_size, value_dim]
     places: list[LayerPlace]  # group and part of each layer
+    scales: ListLike[torch.Tensor] | None = None  # of each layer in an fp8 cache, [2, kv_heads]
 
     @classmethod
     def allocate(
@@ -76,6 +79,7 @@ class KVCache:
         layout: KVLayout,
         dtype: torch.dtype,
         device: torch.device,
+        scales: ListLike[torch.Tensor] | None = None,
     ) -> KVCache:
         """Allocate a cache of `num_blocks` blocks. Raises ModelError if `layout` does not suit the layers."""
 
@@ -89,24 +93,29 @@ class KVCache:
         keys, values = [zeros(s, s.key_dim) for s in shapes], [zeros(s, s.value_dim) for s in shapes]
         if device.type == "cpu":
             threading.Thread(target=take_memory, args=([*keys, *values],), daemon=True).start()
-        return cls(keys, values, places)
+        return cls(keys, values, places, scales)
 
-    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return the key tensor, the value tensor and the group index of a layer."""
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+        """Return the key tensor, the value tensor, the group index and the scales of a layer."""
         group, part = self.places[layer]
-        return self.keys[part], self.values[part], group
+        return self.keys[part], self.values[part], group, None if self.scales is None else self.scales[layer]
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """Copy each block sources[i] to block destinations[i] (int64 [N]).
 
         All sources are read before anything is written.
         """
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             tensor[destinations] = tensor[sources]
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All keys and values, for copies: fp8 tensors as bytes."""
+        return [as_bytes(tensor) for tensor in (*self.keys, *self.values)]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -115,7 +124,7 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(error.strerror) from error
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def take_memory(tensors: ListLike[torch.Tensor]) -> None:
@@ -154,8 +163,8 @@ class PagedContext:
 
         `query` is [T, heads, D]; the result is [T, heads, Dv]. All tensors must be contiguous.
         """
-        keys, values, group = self.cache.of_layer(layer)
-        write_kv(key, value, keys, values, self.slot_mapping[group])
+        keys, values, group, options["kv_scales"] = self.cache.of_layer(layer)
+        write_kv(key, value, keys, values, self.slot_mapping[group], kv_scales=options["kv_scales"])
         return paged_attention(
             query,
             keys,
@@ -185,3 +194,18 @@ class PagedModel(Protocol):
         None: all T tokens.
         """
         ...
+
+
+def run_alone(
+    model: PagedModel, ids: torch.Tensor, dtype: torch.dtype, logit_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, KVCache]:
+    """Compute tokens `ids` [T] in a new cache of type `dtype`. Return the logits and the cache, which has one block."""
+    count, device = len(ids), ids.device
+    cache = KVCache.allocate(model.layers, 1, KVLayout(count), dtype, device)
+    bounds, contexts = np.array([0, count], np.int32), np.array([count], np.int32)
+    put: Put = lambda array: torch.tensor(array, device=device)  # noqa: E731
+    works = prepare_attention(model.attention, bounds, contexts, device, put)
+    positions = torch.arange(count, device=device)
+    tables = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
+    context = PagedContext(cache, positions[None], tables, put(bounds), put(contexts), works)
+    return model.forward(ids, positions, context, logit_rows), cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.model.probe import set_attention
@@ -28,10 +30,13 @@ class Continuation:
 
 
 class Reference:
-    """Plain transformers as the reference, which computes one prompt at a time."""
+    """Plain transformers as the reference, which computes one prompt at a time.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    `make_cache` makes the KV cache of each pass; None: transformers' own.
+    """
+
+    def __init__(self, model: PreTrainedModel, make_cache: Callable[[], Cache] | None = None) -> None:
+        self._model, self._make_cache = model, make_cache
 
     def continuation(self, prompt: ListLike[int], num_tokens: int) -> Continuation:
         """Generate `num_tokens` greedy tokens after `prompt`, and ignore end-of-sequence tokens."""
@@ -49,7 +54,8 @@ class Reference:
         try:
             with torch.inference_mode():
                 ids = torch.tensor([list(prompt)], device=model.device)
-                found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+                mask = torch.ones_like(ids)
+                found = model.generate(ids, attention_mask=mask, generation_config=settings, **self._cache())
         finally:
             model.generation_config = own
         tokens = found.sequences[0, len(prompt) :].tolist()
@@ -65,8 +71,16 @@ class Reference:
         model = self._plain()
         with torch.inference_mode():
             ids = torch.tensor([list(token_ids[:-1])], device=model.device)
-            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, start - 1 :]
+            cache = self._cache()
+            logits: torch.Tensor = model(input_ids=ids, use_cache=bool(cache), **cache).logits[0, start - 1 :]
         return logits.to("cpu", copy=True)
+
+    def _cache(self) -> dict[str, Cache]:
+        if self._make_cache is None:
+            return {}
+        # transformers 5.24 has renamed the argument.
+        renamed = "cache" in inspect.signature(self._model.forward).parameters
+        return {"cache" if renamed else "past_key_values": self._make_cache()}
 
     def _plain(self) -> Any:
         if type(self._model).__name__ not in OWN_ATTENTION:
@@ -80,6 +94,26 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundingEffect:
+    """What rounding the KV cache changes in the reference's logits."""
+
+    largest: float  # largest difference of a logit
+    kl: float  # mean of KL(not rounded || rounded) over all positions, in nats
+
+    @classmethod
+    def of(cls, pairs: ListLike[tuple[torch.Tensor, torch.Tensor]]) -> RoundingEffect:
+        """Compare logits [n, V] without and with rounding, one pair for each prompt."""
+        largest = max(float(differences(plain, rounded).max()) for plain, rounded in pairs)
+        return cls(largest, float(torch.cat([kl_divergence(*pair) for pair in pairs]).mean()))
+
+
+def kl_divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return KL(expected || found) [n] in nats for logits [n, V], computed in float64."""
+    one, other = (logits.double().log_softmax(dim=-1) for logits in (expected, found))
+    return (one.exp() * (one - other)).sum(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
 class Tolerance:
     """Rule for how much logits may differ from the reference's, by dtype and kind of model."""
 
@@ -87,25 +121,30 @@ class Tolerance:
     # logit differ in proportion to the size of the logit. On SmolLM2-135M, whose largest logits are about 40,
     # transformers' generation with a KV cache differs from its full forward pass by up to 8e-5 in float32 and 0.75 in
     # bfloat16.
+    #
+    # With a rounded KV cache, a tiny difference moves some numbers to the other side of a rounding boundary. The next
+    # layers amplify this, so two correct computations may differ about as much as rounding changes the logits at all.
 
     dtype: torch.dtype
     #: True for a mixture of experts, where rounding may select another expert and change logits abruptly.
     routed: bool = False
+    #: Largest change of a logit by a rounded KV cache.
+    rounding: float = 0.0
 
     FLOAT32 = 1e-4
     FLOAT32_SHARE = 5e-6
     SPACINGS = 6
 
     @classmethod
-    def of(cls, model: PreTrainedModel, dtype: torch.dtype) -> Tolerance:
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype, rounding: float = 0.0) -> Tolerance:
         fields = read_fields(model.config)
-        return cls(dtype, routed=fields.get("num_experts", default=0) > 1)
+        return cls(dtype, fields.get("num_experts", default=0) > 1, rounding)
 
     def limit(self, largest_logit: float) -> float:
         """Return the largest difference allowed if the largest absolute logit is `largest_logit`."""
         if self.dtype == torch.float32:
-            return max(self.FLOAT32, self.FLOAT32_SHARE * largest_logit)
-        return self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
+            return self.rounding + max(self.FLOAT32, self.FLOAT32_SHARE * largest_logit)
+        return self.rounding + self.SPACINGS * torch.finfo(self.dtype).eps * largest_logit
 
     def judged(self, differences: torch.Tensor) -> float:
         """Return the largest of a case's `differences` [n], to be compared with the limit.
@@ -117,6 +156,8 @@ class Tolerance:
     @property
     def rule(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
+        if self.rounding:
+            name += f", {self.rounding:.2g} by which rounding KV changes logits, plus"
         if self.dtype == torch.float32:
             return f"{name}: {self.FLOAT32:g}, or {self.FLOAT32_SHARE:g} of the largest logit if that is more"
         share = self.SPACINGS * torch.finfo(self.dtype).eps
@@ -179,6 +220,7 @@ class ParityReport:
     tolerance: Tolerance
     spread: float  # largest `Continuation.spread`
     model_impl: str | None = None  # what computed the engine's logits; None if no engine could be built
+    rounding: RoundingEffect | None = None  # of the KV cache; None if it has the type of the model
 
     @property
     def ok(self) -> bool:

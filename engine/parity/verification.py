@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from llmsched.engine.architecture.config_fields import read_fields
+from llmsched.engine.architecture.dtypes import check_kv_dtype, planned_kv_dtype
 from llmsched.engine.architecture.geometry import kv_geometry
+from llmsched.engine.architecture.quantization import quantization_of
 from llmsched.engine.config import EngineConfig, ModelImplementation, ResolvedConfig
 from llmsched.engine.core import Engine
+from llmsched.engine.device import device_memory
 from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.model.kv_scales import KV_TYPES, ScaleName, kv_scales
 from llmsched.engine.model.loader import ModelInfo, open_model
+from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.parity.cases import ParityCase, ParityPrompt, PromptSet, make_cases, make_prompts
 from llmsched.engine.parity.logit_comparison import (
     CaseResult,
     EngineOutput,
     ParityReport,
     Reference,
+    RoundingEffect,
     Tolerance,
     compare,
 )
+from llmsched.engine.parity.rounded_cache import RoundedCache
 from llmsched.engine.progress import Progress, silent, tracked
 from llmsched.engine.request import SamplingParams, Sequence
 from llmsched.engine.stats import EngineStats
@@ -50,6 +59,12 @@ class LoadedModel:
     block_size: int = 16
     model_impl: ModelImplementation = "auto"
     dequantised: PreTrainedModel | None = None
+    kv_cache_dtype: str = "auto"  # auto: the type of the model
+    checkpoint_scales: Mapping[ScaleName, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.dtype if self.kv_cache_dtype == "auto" else KV_TYPES[self.kv_cache_dtype]
 
     @property
     def layout(self) -> KVLayout:
@@ -66,7 +81,12 @@ def load_for_parity(config: EngineConfig, progress: Progress = silent) -> Loaded
     model = opened.load(progress)
     dequantised = opened.load(progress, packed=False) if opened.packed else None
     opened_as = (opened.info, opened.tokenizer, opened.device, opened.dtype)
-    return LoadedModel(model, *opened_as, config.block_size, config.model_impl, dequantised)
+    quantization, device = quantization_of(read_fields(opened.config)), device_memory(opened.device)
+    checkpoint_fp8 = quantization is not None and quantization.fp8_kv
+    kv_dtype = planned_kv_dtype(config, "auto", device, checkpoint_fp8=checkpoint_fp8)
+    check_kv_dtype(kv_dtype, device)
+    scales = opened.kv_scales()
+    return LoadedModel(model, *opened_as, config.block_size, config.model_impl, dequantised, kv_dtype, scales)
 
 
 def check_parity(
@@ -81,11 +101,21 @@ def check_parity(
         loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed
     )
     _check_size(loaded, prompts, num_tokens)
-    reference, tolerance = Reference(loaded.dequantised or loaded.model), Tolerance.of(loaded.model, loaded.dtype)
+    plain, reference = Reference(loaded.dequantised or loaded.model), _reference(loaded)
     expected = {
         prompt.name: reference.continuation(prompt.token_ids, num_tokens)
         for prompt in tracked(prompts.all, "plain transformers", progress)
     }
+    rounding = None
+    if loaded.kv_dtype != loaded.dtype:
+        found = {prompt: expected[prompt.name] for prompt in prompts.all}
+        rounding = RoundingEffect.of(
+            [
+                (plain.logits([*prompt.token_ids, *each.token_ids], len(prompt.token_ids)), each.logits)
+                for prompt, each in tracked(list(found.items()), "plain transformers without rounding", progress)
+            ]
+        )
+    tolerance = Tolerance.of(loaded.model, loaded.dtype, rounding.largest if rounding else 0.0)
     results, model_impl = [], None
     for case in tracked(list(make_cases(prompts, num_tokens, loaded.layout)), "comparing", progress):
         result = CaseResult(case.name)
@@ -106,7 +136,17 @@ def check_parity(
         for output in chain.from_iterable(waves):
             compare(result, output, expected[output.prompt.name], reference, tolerance)
     spread = max(continuation.spread for continuation in expected.values())
-    return ParityReport(tuple(results), tolerance, spread, model_impl)
+    return ParityReport(tuple(results), tolerance, spread, model_impl, rounding)
+
+
+def _reference(loaded: LoadedModel) -> Reference:
+    """Return plain transformers with a KV cache that rounds as the engine's does."""
+    model = loaded.dequantised or loaded.model
+    if loaded.kv_dtype == loaded.dtype:
+        return Reference(model)
+    paged, device = paged_model(loaded.model, loaded.model_impl), loaded.model.device
+    scales = kv_scales(paged, loaded.kv_dtype, loaded.dtype, device, loaded.checkpoint_scales)
+    return Reference(model, lambda: RoundedCache(loaded.kv_dtype, scales))
 
 
 def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
@@ -147,12 +187,13 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
     longest = max(len(prompt.token_ids) for wave in case.waves for prompt in wave)
     swap = SwapSpace(case.num_blocks if case.preempted == "swap" else 0)
     dtype: Any = str(loaded.dtype).removeprefix("torch.")
+    kv_dtype: Any = dtype if loaded.kv_cache_dtype == "auto" else loaded.kv_cache_dtype
     device: Any = loaded.device
     config = ResolvedConfig(
         model=loaded.info.name,
         device=device,
         dtype=dtype,
-        kv_cache_dtype=dtype,
+        kv_cache_dtype=kv_dtype,
         max_model_len=longest + case.num_tokens,
         max_num_batched_tokens=case.token_budget,
         block_size=loaded.block_size,
@@ -167,11 +208,12 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
         num_blocks=case.num_blocks,
         block_size=loaded.block_size,
         device=loaded.device,
-        kv_dtype=loaded.dtype,
+        kv_dtype=loaded.kv_dtype,
         max_model_len=config.max_model_len,
         num_host_blocks=swap.num_blocks,
         layout=loaded.layout,
         model_impl=loaded.model_impl,
+        checkpoint_scales=loaded.checkpoint_scales,
     )
     executor.capture(max(map(len, case.waves)), config.max_model_len)  # on a GPU, as serve does
     kv = make_kv(config, case.num_blocks, swap, loaded.layout)

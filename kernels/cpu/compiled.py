@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numba
 import numpy as np
@@ -28,12 +28,26 @@ CACHE_LINE = 64
 REORDER = {"reassoc", "contract", "arcp", "nsz"}  # sums may be vectorised; infinity and NaN keep their meaning
 EXACT = {"contract"}
 
-# Types in which compiled code reads a cache: Numba has no bfloat16 or float16 on a CPU, so it reads their bits.
+# Types in which compiled code reads a cache: Numba has no other floats than these on a CPU, so it reads their bits.
 ELEMENTS = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(np.uint16),
     torch.float16: np.dtype(np.int16),
+    torch.float8_e4m3fn: np.dtype(np.uint8),
+    torch.float8_e5m2: np.dtype(np.int8),
 }
+
+
+class Fp8(NamedTuple):
+    """Format of an fp8 type. An exponent of 0 stands for subnormal numbers."""
+
+    largest: float
+    mantissa: int  # bits
+    bias: int  # of the exponent
+    special: int  # magnitudes from here on, as bits, are infinity or NaN
+
+
+FP8 = {types.uint8: Fp8(448.0, 3, 7, 0x7F), types.int8: Fp8(57344.0, 2, 15, 0x7C)}  # by Numba's type in ELEMENTS
 
 
 def directory_of(sources: Path) -> Path:
@@ -88,12 +102,14 @@ def with_cache(build: Callable[..., Any]) -> Any:
 
 
 def to_float32(element: Any) -> Any:
-    """Convert a float32, the bits of a bfloat16 (uint16) or the bits of a float16 (int16) to float32."""
+    """Convert a float32, or the bits of another type (see ELEMENTS), to float32."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(to_float32)  # type: ignore[untyped-decorator]
 def choose_conversion(element: Any) -> Any:
+    if element in FP8:
+        return from_fp8(FP8[element])
     return {types.float32: from_float32, types.uint16: from_bfloat16, types.int16: from_float16}[element]
 
 
@@ -114,13 +130,32 @@ def from_float16(element: Any) -> Any:
     return -magnitude if bits & np.uint32(0x8000) else magnitude
 
 
+def from_fp8(format: Fp8) -> Callable[[Any], Any]:
+    """Return a function that converts the bits of an fp8 number to float32."""
+    # The bits, moved to the place of a float32's, are a float32 that is too small by a power of two.
+    shift, factor = np.uint32(23 - format.mantissa), np.float32(2.0 ** (127 - format.bias))
+    special = np.uint32(format.special)
+
+    def convert(element: Any) -> Any:
+        bits = np.uint32(np.uint8(element))
+        size = np.uint32(bits & np.uint32(0x7F))
+        magnitude = np.float32(np.uint32(size << shift).view(np.float32) * factor)
+        if size >= special:
+            magnitude = np.uint32(np.uint32(size << shift) | np.uint32(0x7F800000)).view(np.float32)
+        return -magnitude if bits & np.uint32(0x80) else magnitude
+
+    return convert
+
+
 def put(array: Any, index: int, value: Any) -> None:
-    """Set array[index] to a float32 value. A uint16 array gets the bits of the value as bfloat16."""
+    """Set array[index] to a float32 value, or to the bits of the value in the array's type (see ELEMENTS)."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(put)  # type: ignore[untyped-decorator]
 def choose_rounding(array: Any, index: Any, value: Any) -> Any:
+    if array.dtype in FP8:
+        return put_fp8(FP8[array.dtype])
     return {types.float32: put_float32, types.uint16: put_bfloat16}[array.dtype]
 
 
@@ -135,6 +170,31 @@ def put_bfloat16(array: Any, index: Any, value: Any) -> None:
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16)
     is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     array[index] = np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+
+
+def put_fp8(format: Fp8) -> Callable[[Any, Any, Any], None]:
+    """Return a function that rounds a float32 as kernels/fp8.py says, and writes its bits to an array."""
+    largest, smallest_normal = np.float32(format.largest), np.float32(2.0 ** (1 - format.bias))
+    shift = np.uint32(23 - format.mantissa)
+    rebias, half = np.uint32((127 - format.bias) << 23), np.uint32((1 << (22 - format.mantissa)) - 1)
+    # In float32, numbers from `offset` on are as far apart as the subnormal numbers of the type.
+    offset = np.float32(2.0 ** (24 - format.bias - format.mantissa))
+    offset_bits = np.float32(offset).view(np.uint32)
+
+    def put(array: Any, index: Any, value: Any) -> None:
+        magnitude = abs(value)
+        magnitude = largest if magnitude > largest else magnitude
+        bits = np.float32(magnitude).view(np.uint32)
+        odd = np.uint32(bits >> shift) & np.uint32(1)
+        code = np.uint32(np.uint32(np.uint32(np.uint32(bits - rebias) + half) + odd) >> shift)
+        if magnitude < smallest_normal:
+            code = np.uint32(np.float32(magnitude + offset).view(np.uint32) - offset_bits)
+        if bits > np.uint32(0x7F800000):  # NaN
+            code = np.uint32(0x7F)
+        sign = np.uint32(np.float32(value).view(np.uint32) >> np.uint32(24)) & np.uint32(0x80)
+        array[index] = np.uint8(code | sign)
+
+    return put
 
 
 @jit(EXACT)

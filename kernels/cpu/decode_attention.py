@@ -29,7 +29,7 @@ PARALLEL_PRODUCTS = 1 << 18  # multiply-adds (about 15 us on one core) from whic
 
 TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # first index of the array of list_rows
 Arguments = arguments_type(
-    addresses=("query", "keys", "values", "tables", "rows", "parts", "stats", "sinks", "slopes", "output"),
+    addresses=("query", "keys", "values", "tables", "rows", "parts", "stats", "sinks", "slopes", "scales", "output"),
     sizes=(
         *("num_tokens", "heads", "head_dim", "num_blocks", "kv_heads", "block_size", "value_dim"),
         *("num_sequences", "max_blocks", "num_rows", "num_splits"),
@@ -80,11 +80,12 @@ def attend_rows(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Write the attention of the query tokens in `listed` to `output` [tokens, heads, value_dim].
 
-    `query` and `output` have the same type, float32 or bfloat16. `sinks` and `slopes` are float32, the caches are
-    float32, bfloat16 or float16, and `block_tables` are int32. All tensors must be contiguous.
+    `query` and `output` have the same type, float32 or bfloat16. `sinks`, `slopes` and `kv_scales` are float32, the
+    caches are of a type in ELEMENTS, and `block_tables` are int32. All tensors must be contiguous.
     """
     rows, num_splits = listed
     tokens, heads, head_dim = query.shape
@@ -101,6 +102,7 @@ def attend_rows(
         stats.data_ptr(),
         address_of(sinks),
         address_of(slopes),
+        address_of(kv_scales),
         output.data_ptr(),
         tokens,
         heads,
@@ -138,6 +140,7 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
         stats = numba.carray(as_pointer(a.stats), (a.num_splits, a.heads, 2), np.float32)
         sinks = numba.carray(as_pointer(a.sinks), (a.heads,), np.float32)
         slopes = numba.carray(as_pointer(a.slopes), (a.heads,), np.float32)
+        scales = numba.carray(as_pointer(a.scales), (2, a.kv_heads), np.float32)
         weights = np.empty((group, SPLIT), np.float32)
         queries = np.empty((group, a.head_dim), np.float32)
         key_tile, value_tile = np.empty((TILE, a.head_dim), np.float32), np.empty((TILE, a.value_dim), np.float32)
@@ -154,7 +157,8 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
             for head in range(group):
                 for d in range(a.head_dim):
                     queries[head, d] = to_float32(query[token, heads.start + head, d])
-            score_split(queries, keys, table, kv_head, start, stop, a.scale, weights, key_tile)
+            scale = a.scale * scales[0, kv_head] if a.scales != 0 else a.scale
+            score_split(queries, keys, table, kv_head, start, stop, scale, weights, key_tile)
             if a.softcap > 0:
                 cap_scores(weights, stop - start, a.softcap)
             if a.slopes != 0:
@@ -167,7 +171,8 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
             splits = slice(rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1])
             for head in range(a.heads):
                 sink = sinks[head] if a.sinks != 0 else np.float32(-np.inf)
-                join_splits(parts[splits, head], stats[splits, head], sink, output[rows[TOKEN, row], head])
+                scale = scales[1, head // group] if a.scales != 0 else np.float32(1)
+                join_splits(parts[splits, head], stats[splits, head], sink, scale, output[rows[TOKEN, row], head])
 
     return body
 
@@ -283,8 +288,8 @@ def sum_values(
 
 
 @jit()
-def join_splits(parts: Any, stats: Any, sink: Any, output: Any) -> None:
-    """Write one head's output: the sum of weighted values in all splits, divided by the sum of exponentials."""
+def join_splits(parts: Any, stats: Any, sink: Any, scale: Any, output: Any) -> None:
+    """Write one head's output: scale x the sum of weighted values in all splits / the sum of exponentials."""
     # All exponentials are first rescaled to the largest maximum. A sink adds only to the sum of exponentials.
     maximum = sink
     for split in range(stats.shape[0]):
@@ -297,4 +302,4 @@ def join_splits(parts: Any, stats: Any, sink: Any, output: Any) -> None:
         result = np.float32(0)
         for split in range(stats.shape[0]):
             result += stats[split, 0] * parts[split, d]
-        put(output, d, result / total)
+        put(output, d, result / total * scale)

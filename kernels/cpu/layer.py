@@ -28,7 +28,7 @@ NormArguments = arguments_type(
     floats=("eps", "offset"),
 )
 RotaryArguments = arguments_type(
-    addresses=("projected", "cos", "sin", "query_weight", "key_weight", "query", "keys", "values", "slots"),
+    addresses=("projected", "cos", "sin", "query_weight", "key_weight", "query", "keys", "values", "slots", "scales"),
     sizes=("tokens", "heads", "kv_heads", "head_dim", "rotated", "by_group", "num_blocks", "block_size"),
     floats=("eps", "offset"),
 )
@@ -142,6 +142,7 @@ def rotate_and_write(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     by_group: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     tokens, size = projected.shape
     num_blocks, kv_heads, block_size, head_dim = key_cache.shape
@@ -157,6 +158,7 @@ def rotate_and_write(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         slot_mapping.data_ptr(),
+        address_of(kv_scales),
         tokens,
         heads,
         kv_heads,
@@ -189,6 +191,7 @@ def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
         keys = numba.carray(as_pointer(a.keys), (a.num_blocks, kv_heads, a.block_size, dim), cached)
         values = numba.carray(as_pointer(a.values), (a.num_blocks, kv_heads, a.block_size, dim), cached)
         slots = numba.carray(as_pointer(a.slots), (a.tokens,), np.int64)
+        scales = numba.carray(as_pointer(a.scales), (2, kv_heads), np.float32)
         row, normed = np.empty(dim, np.float32), np.empty(dim, element)
         first, end = own_part(a.tokens, thread_num(), a.num_threads)
         for token in range(first, end):
@@ -208,17 +211,22 @@ def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
                     if a.key_weight != 0:
                         normalise(row, key_weight, key_weight, False, False, a.eps, a.offset, normed)
                         load(normed, row)
-                    rotate(row, c, s, keys[block, head, offset])
+                    rotate(row, c, s, normed)
+                    key_scale, value_scale = np.float32(1), np.float32(1)
+                    if a.scales != 0:
+                        key_scale, value_scale = scales[0, head], scales[1, head]
+                    store_row(normed, key_scale, keys[block, head, offset])
                     place += 1 if a.by_group != 0 else kv_heads
-                    copy_row(vectors[place], values[block, head, offset])
+                    store_row(vectors[place], value_scale, values[block, head, offset])
 
     return body
 
 
 @jit()
-def copy_row(source: Any, target: Any) -> None:
+def store_row(source: Any, scale: Any, target: Any) -> None:
+    inverse = np.float32(1) / scale  # exact for powers of two
     for i in range(target.shape[0]):
-        put(target, i, to_float32(source[i]))
+        put(target, i, to_float32(source[i]) * inverse)
 
 
 @jit()

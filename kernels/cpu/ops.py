@@ -21,9 +21,10 @@ from llmsched.kernels.cpu.experts import run_experts as run_experts
 from llmsched.kernels.cpu.prefill_attention import attend_chunk
 from llmsched.kernels.cpu.products import linear as linear
 from llmsched.kernels.experts import route as route
+from llmsched.kernels.fp8 import FP8_TYPES, stored
 from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
 
-#: Types of activations that the kernels write; ops on others use the reference.
+#: Types of activations that the kernels write; ops on others use the reference. They also write fp8 caches.
 WRITTEN_TYPES = (torch.float32, torch.bfloat16)
 
 sample = sampling.sample
@@ -64,7 +65,7 @@ def paged_attention(
     work: Work | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Compute attention. Raises ValueError unless the caches are float32, bfloat16 or float16."""
+    """Compute attention. Raises ValueError for caches of a type that is not in ELEMENTS."""
     check_dtype(key_cache)
     check_dtype(value_cache)
     options["sinks"], options["slopes"] = as_float32(options.get("sinks")), as_float32(options.get("slopes"))
@@ -88,6 +89,7 @@ def paged_attention(
             softcap=options.get("softcap"),
             sinks=options["sinks"],
             slopes=options["slopes"],
+            kv_scales=options.get("kv_scales"),
         )
     return output.to(query.dtype)
 
@@ -96,12 +98,20 @@ def as_float32(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().float().contiguous()
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write KV. Raises ValueError unless the caches are float32, bfloat16 or float16."""
-    slots = slot_mapping.numpy()
-    for new, cache in ((key, key_cache), (value, value_cache)):
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """Write KV. Raises ValueError for caches of a type that is not in ELEMENTS."""
+    slots, (key_scales, value_scales) = slot_mapping.numpy(), (None, None) if kv_scales is None else kv_scales
+    for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
         check_dtype(cache)
-        copy_rows(bits(new.detach().to(cache.dtype)), bits(cache), slots)
+        copy_rows(bits(stored(new.detach(), cache.dtype, scales)), bits(cache), slots)
 
 
 def add_norm(
@@ -120,7 +130,7 @@ def rotate_and_write(
     slot_mapping: Tensor,
     **options: Any,
 ) -> Tensor:
-    written = projected.dtype in WRITTEN_TYPES and key_cache.dtype in WRITTEN_TYPES
+    written = projected.dtype in WRITTEN_TYPES and key_cache.dtype in (*WRITTEN_TYPES, *FP8_TYPES)
     rotate_and_write = layer.rotate_and_write if written else reference.rotate_and_write
     return rotate_and_write(projected, cos, sin, key_cache, value_cache, slot_mapping, **options)
 
@@ -148,10 +158,11 @@ def copy_rows(rows: Any, cache: Any, slots: Any) -> None:
 
 
 def bits(tensor: Tensor) -> Any:
-    """Return a NumPy view of the tensor's memory as integers, because Numba cannot read bfloat16 and float16."""
-    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
+    """Return a NumPy view of the tensor's memory as integers, because NumPy lacks some of torch's types."""
+    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.itemsize]).numpy()
 
 
 def check_dtype(cache: Tensor) -> None:
     if cache.dtype not in ELEMENTS:
-        raise ValueError(f"KV cache of {cache.dtype} on the CPU; allowed is float32, bfloat16 or float16")
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENTS)
+        raise ValueError(f"KV cache of {cache.dtype} on the CPU; allowed is {allowed}")

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmsched.kernels.fp8 import as_bytes
+
 QUERY_TILE = 128
 
 
@@ -21,6 +23,7 @@ def attend_chunk(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of one sequence's chunk, [q_len, heads, value_dim].
 
@@ -30,8 +33,9 @@ def attend_chunk(
     block_size = key_cache.shape[2]
     first_key = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
     blocks = block_table[first_key // block_size : -(-context // block_size)]
-    keys = gather(key_cache, blocks).to(query.dtype)
-    values = gather(value_cache, blocks).to(query.dtype)
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
+    keys = gather(key_cache, blocks, query.dtype, key_scales)
+    values = gather(value_cache, blocks, query.dtype, value_scales)
     output = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
     for start in range(first_query, context, QUERY_TILE):
         stop = min(start + QUERY_TILE, context)
@@ -53,10 +57,11 @@ def attend_chunk(
     return output
 
 
-def gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return the keys or values of all tokens in `blocks`, [kv_heads, tokens, head_dim]."""
+def gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    """Return the keys or values of all tokens in `blocks` in the type `dtype`, [kv_heads, tokens, head_dim]."""
     # Selecting from a transposed cache would make torch copy the whole cache first.
-    return cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
+    found = as_bytes(cache).index_select(0, blocks).transpose(0, 1).flatten(1, 2).view(cache.dtype).to(dtype)
+    return found if scales is None else found.mul_(scales[:, None, None].to(dtype))
 
 
 def attend_tile(

@@ -14,30 +14,34 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from llmsched.kernels.cpu.compiled import FP8, Fp8
+
 KEYS = 8  # keys whose products with a query are computed together
 LANES = 16
 WIDTH = 64  # numbers of an output that stay in registers
 
 FLOAT, VECTOR = ir.FloatType(), ir.VectorType(ir.FloatType(), LANES)
+WORDS = ir.VectorType(ir.IntType(32), LANES)
 _FLAGS = ("contract",)  # a product and a sum may become one instruction
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widen(typing_context: Any, source: Any, row: Any, target: Any, target_row: Any) -> Any:
-    """Convert source[row] (float32, or bfloat16 as uint16) to float32, and write it to target[target_row]."""
+    """Convert source[row] (float32, or the bits of bfloat16 or fp8) to float32, and write it to target[target_row]."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, row, target, target_row = args
+        element = signature.args[0].dtype
         dim = columns(context, builder, signature.args[2], target)
         read = address(context, builder, signature.args[0], source, row)
         written = address(context, builder, signature.args[2], target, target_row)
         kind = ir.VectorType(read.type.pointee, LANES).as_pointer()
         with cgutils.for_range_slice(builder, dim.type(0), dim, dim.type(LANES), dim.type) as (d, _):
-            numbers = builder.load(builder.bitcast(builder.gep(read, [d]), kind), align=2)
-            if signature.args[0].dtype == types.uint16:
-                wide = ir.VectorType(ir.IntType(32), LANES)
-                shifted = builder.shl(builder.zext(numbers, wide), ir.Constant(wide, [16] * LANES))
-                numbers = builder.bitcast(shifted, VECTOR)
+            numbers = builder.load(builder.bitcast(builder.gep(read, [d]), kind), align=1 if element in FP8 else 2)
+            if element in FP8:
+                numbers = widen_fp8(builder, numbers, FP8[element])
+            elif element == types.uint16:
+                numbers = builder.bitcast(builder.shl(builder.zext(numbers, WORDS), words(16)), VECTOR)
             builder.store(numbers, builder.bitcast(builder.gep(written, [d]), VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -102,6 +106,23 @@ def add_values(typing_context: Any, weights: Any, head: Any, place: Any, values:
         return context.get_dummy_value()
 
     return types.void(weights, types.intp, types.intp, values, types.intp, output), codegen
+
+
+def widen_fp8(builder: Any, codes: Any, format: Fp8) -> Any:
+    """Convert a vector of fp8 numbers, as bytes, to float32, as `compiled.from_fp8` does."""
+    bits = builder.zext(codes, WORDS)
+    size = builder.and_(bits, words(0x7F))
+    moved = builder.shl(size, words(23 - format.mantissa))
+    factor = ir.Constant(VECTOR, [ir.Constant(FLOAT, 2.0 ** (127 - format.bias))] * LANES)
+    finite = builder.bitcast(builder.fmul(builder.bitcast(moved, VECTOR), factor), WORDS)
+    is_special = builder.icmp_unsigned(">=", size, words(format.special))
+    magnitude = builder.select(is_special, builder.or_(moved, words(0x7F800000)), finite)
+    sign = builder.shl(builder.and_(bits, words(0x80)), words(24))
+    return builder.bitcast(builder.or_(magnitude, sign), VECTOR)
+
+
+def words(number: int) -> Any:
+    return ir.Constant(WORDS, [number] * LANES)
 
 
 def columns(context: Any, builder: Any, array_type: Any, array: Any) -> Any:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmsched.kernels.triton.fp8 import stored
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -194,6 +196,7 @@ def attend_kernel(
     items,  # [W, 8], see `tiling.Item`
     sinks,  # [heads]; unused unless SINKS
     slopes,  # [heads]; unused unless SLOPES
+    scales,  # [2, KV_HEADS] of keys and values; unused unless FP8
     scale,
     softcap,
     query_stride,  # elements from token to token and from head to head
@@ -212,6 +215,7 @@ def attend_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Compute one work item for one KV head."""
     # Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
@@ -228,21 +232,25 @@ def attend_kernel(
     heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     positions = first_position + rows // GROUP
     table = block_tables + sequence.to(tl.int64) * max_blocks
+    if FP8:
+        scale *= tl.load(scales + kv_head)
     accumulator, maximum, total = attend_keys(
         query, query_stride, head_stride, tokens, heads, real, positions, key_cache, value_cache, table, kv_head,
         is_first, sinks, slopes, begin, end, first_position, scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP, SINKS, SLOPES,
     )  # fmt: skip
+    if FP8:
+        accumulator *= tl.load(scales + KV_HEADS + kv_head)
     value_dims = tl.arange(0, BLOCK_V)
-    stored = real[:, None] & (value_dims < VALUE_DIM)[None, :]
+    written = real[:, None] & (value_dims < VALUE_DIM)[None, :]
     if slot < 0:
         places = output + (tokens * KV_HEADS * GROUP + heads)[:, None] * VALUE_DIM + value_dims[None, :]
-        tl.store(places, (accumulator / total[:, None]).to(output.dtype.element_ty), mask=stored)
+        tl.store(places, (accumulator / total[:, None]).to(output.dtype.element_ty), mask=written)
     else:
         lines = (slot.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_M + rows
         tl.store(stats + lines * 2, maximum, mask=real)
         tl.store(stats + lines * 2 + 1, total, mask=real)
-        tl.store(parts + lines[:, None] * VALUE_DIM + value_dims[None, :], accumulator, mask=stored)
+        tl.store(parts + lines[:, None] * VALUE_DIM + value_dims[None, :], accumulator, mask=written)
 
 
 @triton.jit(do_not_specialize=["block_m"], do_not_specialize_on_alignment=["joins"])
@@ -295,17 +303,19 @@ def join_kernel(
     tl.store(output + line * VALUE_DIM + value_dims, joined, mask=value_dims < VALUE_DIM)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "scales"])
 def write_kernel(
     new,  # [T, KV_HEADS, DIM]
     cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, DIM]
     slot_mapping,  # [T] int64
+    scales,  # [KV_HEADS]; unused unless FP8
     token_stride,
     head_stride,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Copy the key or the value of one token and KV head to the cache. Skip negative slots."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -315,4 +325,5 @@ def write_kernel(
     dims = tl.arange(0, BLOCK_D)
     vector = tl.load(new + token * token_stride + head * head_stride + dims, mask=dims < DIM)
     cell = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    tl.store(cache + cell * DIM + dims, vector.to(cache.dtype.element_ty), mask=dims < DIM)
+    scale = tl.load(scales + head) if FP8 else 1.0
+    tl.store(cache + cell * DIM + dims, stored(vector, scale, cache.dtype.element_ty, FP8), mask=dims < DIM)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmsched.kernels.triton.fp8 import stored
+
 
 @triton.jit
 def normalise(x, weight, inside, numbers, size, eps, offset, CENTRED: tl.constexpr):
@@ -66,6 +68,7 @@ def rotary_kernel(
     key_cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, DIM]
     value_cache,  # [num_blocks, KV_HEADS, BLOCK_SIZE, DIM]
     slot_mapping,  # [T] int64
+    scales,  # [2, KV_HEADS] of keys and values; unused unless FP8
     eps,
     offset,
     HEADS: tl.constexpr,
@@ -76,6 +79,7 @@ def rotary_kernel(
     BLOCK_D: tl.constexpr,
     NORM: tl.constexpr,
     BY_GROUP: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Compute `reference.rotate_and_write` for one vector of one token."""
     # Heads of queries come first, then of keys, then of values. `y` is `x` with the rotated halves exchanged.
@@ -115,7 +119,8 @@ def rotary_kernel(
         cell = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
         cache = key_cache if head < HEADS + KV_HEADS else value_cache
         if slot >= 0:
-            tl.store(cache + cell * DIM + numbers, x.to(cache.dtype.element_ty), mask=inside)
+            scale = tl.load(scales + head - HEADS) if FP8 else 1.0
+            tl.store(cache + cell * DIM + numbers, stored(x, scale, cache.dtype.element_ty, FP8), mask=inside)
 
 
 @triton.jit

@@ -152,6 +152,7 @@ def _attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, value_dim = value_cache.shape
@@ -167,6 +168,7 @@ def _attend(
         launch.items,
         query if sinks is None else sinks.contiguous(),
         query if slopes is None else slopes.contiguous(),
+        query if kv_scales is None else kv_scales,
         scale if softcap is not None else scale * LOG2_E.value,
         softcap or 1.0,
         query.stride(0),
@@ -185,31 +187,43 @@ def _attend(
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         SLOPES=slopes is not None,
+        FP8=kv_scales is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         enable_fp_fusion=True,
     )
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
     """Write KV. Raises ValueError unless each head of key and value is contiguous."""
     _check_heads(key)
     _check_heads(value)
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
-    for new, kv in ((key, key_cache), (value, value_cache)):
+    key_scales, value_scales = (key, value) if kv_scales is None else kv_scales
+    for new, kv, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
         _, kv_heads, block_size, dim = kv.shape
         write_kernel[(tokens, kv_heads)](
             new,
             kv,
             slot_mapping,
+            scales,
             new.stride(0),
             new.stride(1),
             KV_HEADS=kv_heads,
             BLOCK_SIZE=block_size,
             DIM=dim,
             BLOCK_D=padded(dim),
+            FP8=kv_scales is not None,
             num_warps=1,
             enable_fp_fusion=True,
         )
@@ -263,6 +277,7 @@ def rotate_and_write(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     by_group: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     tokens, size = projected.shape
     _, kv_heads, block_size, head_dim = key_cache.shape
@@ -279,6 +294,7 @@ def rotate_and_write(
             key_cache,
             value_cache,
             slot_mapping,
+            projected if kv_scales is None else kv_scales,
             eps,
             offset,
             HEADS=heads,
@@ -289,6 +305,7 @@ def rotate_and_write(
             BLOCK_D=padded(head_dim),
             NORM=query_weight is not None,
             BY_GROUP=by_group,
+            FP8=kv_scales is not None,
             num_warps=1,
             enable_fp_fusion=True,
         )

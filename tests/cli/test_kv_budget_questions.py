@@ -151,13 +151,21 @@ def test_mean_and_variation(command: CommandLine) -> None:
 
 
 def test_fp8_kv_doubles_tokens_with_a_note(command: CommandLine) -> None:
-    arguments = ("kv-budget", LLAMA, "--gpu-memory", "24GiB", "--kv-cache-memory-bytes", "4GiB", "--json")
-    wide, narrow = command(*arguments).json, command(*arguments, "--kv-cache-dtype", "fp8").json
+    arguments = ("kv-budget", LLAMA, "--kv-cache-memory-bytes", "4GiB", "--json")
+    wide, narrow = (command(*arguments, "--gpu", "l4", "--kv-cache-dtype", kind).json for kind in ("auto", "fp8"))
     assert (wide["kv_cache_dtype"], narrow["kv_cache_dtype"]) == ("bfloat16", "fp8")
     assert narrow["kv_tokens"] == 2 * wide["kv_tokens"]
     assert 2 * narrow["kv_bytes_per_token"] == wide["kv_bytes_per_token"]
     assert narrow["weights_bytes"] == wide["weights_bytes"]
-    assert any("planned for other engines" in note for note in narrow["notes"])
+    assert "--kv-cache-dtype fp8 " in narrow["serve"]
+
+
+def test_e4m3_is_planned_but_not_served_before_ada(command: CommandLine) -> None:
+    arguments = ("kv-budget", LLAMA, "--gpu", "a100-40gb", "--json", "--kv-cache-dtype")
+    older = command(*arguments, "fp8_e4m3").json
+    assert older["serve"] is None
+    assert any("A100" in note and "use fp8_e5m2, or bfloat16" in note for note in older["notes"])
+    assert "--kv-cache-dtype fp8_e5m2" in command(*arguments, "fp8_e5m2").json["serve"]
 
 
 @pytest.mark.parametrize(("scheme", "wanted"), [({"num_bits": 8, "type": "float"}, "fp8"), (None, "bfloat16")])
@@ -171,12 +179,6 @@ def test_the_checkpoint_decides_the_default_kv_dtype(
     assert answer["kv_cache_dtype"] == wanted
     forced = command("kv-budget", str(tmp_path), "--gpu", "l4", "--kv-cache-dtype", "bfloat16", "--json").json
     assert forced["kv_cache_dtype"] == "bfloat16"
-
-
-def test_serve_refuses_fp8_kv_before_it_loads(command: CommandLine) -> None:
-    error = command.refused("serve", "no/such-model", "--port", "0", "--kv-cache-dtype", "fp8")
-    assert "--kv-cache-dtype: fp8 cannot be served" in error
-    assert "float32, bfloat16 and float16" in error
 
 
 # Other engines.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llmsched.kernels.dispatch import prepare_attention
+from llmsched.kernels.fp8 import restored, stored
 from llmsched.kernels.reference import AttentionShape
 
 
@@ -70,11 +71,19 @@ class Batch:
         return prepare_attention([layer], *lengths, device, lambda array: torch.from_numpy(array).to(device))[0]
 
 
-def make_batch(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Batch:
+def make_batch(
+    shape: Shape,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    fp8: torch.dtype | None = None,
+) -> Batch:
     """Return a batch of random tokens in blocks of random order. Memory outside all sequences is NaN.
 
     Tables are padded with an invalid block id. It also replaces the blocks before the window of a sequence's first
-    query, because a server frees these blocks. The queries are large enough for the softmax to have peaks.
+    query, because a server frees these blocks. The queries are large enough for the softmax to have peaks. If `fp8` is
+    given, the caches have this type and random scales, and the keys and values of the sequences are what they hold.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -104,10 +113,21 @@ def make_batch(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float3
         options["sinks"] = normal(shape.heads).to(device)
     if shape.slopes:
         options["slopes"] = torch.rand(shape.heads, generator=generator).to(device)
+    if fp8 is not None:
+        scales = torch.exp2(torch.randint(-5, 2, (2, shape.kv_heads), generator=generator).float())
+        key_cache, value_cache = (
+            stored(cache.transpose(1, 2).flatten(0, 1), fp8, of_heads).unflatten(0, (num_blocks, -1)).transpose(1, 2)
+            for cache, of_heads in zip((key_cache, value_cache), scales, strict=True)
+        )
+        keys, values = (
+            [restored(stored(rows, fp8, of_heads), of_heads) for rows in contents]
+            for contents, of_heads in zip((keys, values), scales, strict=True)
+        )
+        options["kv_scales"] = scales.to(device)
     return Batch(
         query=(2 * normal(int(q_lens.sum()), shape.heads, shape.head_dim)).to(device),
-        key_cache=key_cache.to(device),
-        value_cache=value_cache.to(device),
+        key_cache=key_cache.contiguous().to(device),
+        value_cache=value_cache.contiguous().to(device),
         block_tables=block_tables.to(device),
         cu_seqlens_q=q_lens.cumsum(0).to(torch.int32).to(device),
         context_lens=torch.tensor([context for _, context in shape.sequences], dtype=torch.int32).to(device),

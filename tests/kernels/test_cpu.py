@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from llmsched.kernels import reference
 from llmsched.kernels.cpu import ops
 from llmsched.kernels.cpu.compiled import directory_of, jit
+from llmsched.kernels.fp8 import FP8_TYPES, as_bytes
 
 
 def tolerance(dtype: torch.dtype, largest_value: float) -> float:
@@ -33,8 +35,8 @@ def test_compiled_code_belongs_to_the_text_of_all_kernels(tmp_path: Path) -> Non
     assert directory_of(tmp_path) != first
 
 
-def check(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-    batch = make_batch(shape, dtype=dtype, seed=seed)
+def check(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0, fp8: torch.dtype | None = None) -> None:
+    batch = make_batch(shape, dtype=dtype, seed=seed, fp8=fp8)
     expected = reference.paged_attention(*batch.tensors, **batch.options)
     actual = ops.paged_attention(*batch.tensors, **batch.options)
     assert actual.dtype == dtype
@@ -42,10 +44,17 @@ def check(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> No
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance(dtype, largest))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "fp8"),
+    [
+        *((dtype, None) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        *((dtype, fp8) for dtype in (torch.float32, torch.bfloat16) for fp8 in FP8_TYPES),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_reference(shape: Shape, dtype: torch.dtype) -> None:
-    check(shape, dtype)
+def test_equals_reference(shape: Shape, dtype: torch.dtype, fp8: torch.dtype | None) -> None:
+    check(shape, dtype, fp8=fp8)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 256])
@@ -66,16 +75,18 @@ def test_any_block_size(block_size: int) -> None:
     sinks=st.booleans(),
     slopes=st.booleans(),
     seed=st.integers(0, 1000),
+    fp8=st.sampled_from([None, None, *FP8_TYPES]),
 )
-def test_any_batch(data: st.DataObject, seed: int, kv_heads: int, group: int, **options: object) -> None:
+def test_any_batch(data: st.DataObject, seed: int, fp8: Any, kv_heads: int, group: int, **options: Any) -> None:
     contexts = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=5))
     sequences = tuple((data.draw(st.integers(0, min(context, 40))), context) for context in contexts)
-    check(Shape("", sequences, heads=kv_heads * group, kv_heads=kv_heads, **options), seed=seed)  # type: ignore[arg-type]
+    check(Shape("", sequences, heads=kv_heads * group, kv_heads=kv_heads, **options), seed=seed, fp8=fp8)
 
 
 def test_chunk_longer_than_a_query_tile() -> None:
     check(Shape("", ((300, 310),), window=70))
     check(Shape("", ((300, 310),), softcap=4.0, sinks=True))
+    check(Shape("", ((300, 310),), window=70), fp8=FP8_TYPES[0])
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -87,30 +98,37 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(ops.paged_attention(*tensors, **batch.options), expected, rtol=0, atol=1e-5)
 
 
-def test_nan_is_not_hidden() -> None:
+@pytest.mark.parametrize("fp8", [None, *FP8_TYPES], ids=str)
+def test_nan_is_not_hidden(fp8: torch.dtype | None) -> None:
     """A decode that sees a NaN key yields NaN; its neighbour in the batch does not."""
-    batch = make_batch(Shape("", ((1, 300), (1, 300))))
-    batch.key_cache[batch.block_tables[0, 1], :, 3] = torch.nan
+    batch = make_batch(Shape("", ((1, 300), (1, 300))), fp8=fp8)
+    as_bytes(batch.key_cache)[batch.block_tables[0, 1], :, 3] = torch.nan if fp8 is None else 0x7F
     output = ops.paged_attention(*batch.tensors, **batch.options)
     assert output[0].isnan().all()
     assert output[1].isfinite().all()
 
 
-def test_all_float16_numbers_are_read_right() -> None:
-    """Every finite half, subnormal ones too, as the value of the only key of a sequence."""
-    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    values = halves[halves.isfinite()].view(-1, 1, 1, 32)
+@pytest.mark.parametrize("head_dim", [32, 64])  # read one by one, and in vectors
+@pytest.mark.parametrize("dtype", [torch.float16, *FP8_TYPES], ids=str)
+def test_all_numbers_are_read_right(dtype: torch.dtype, head_dim: int) -> None:
+    """Every number, subnormal ones and NaN too, as the value of the only key of a sequence."""
+    count = 256**dtype.itemsize
+    numbers = torch.arange(count).to(torch.uint16 if dtype.itemsize == 2 else torch.uint8).view(dtype)
+    values = numbers[numbers.float().isfinite()] if dtype.itemsize == 2 else numbers
+    values = values.view(-1, 1, 1, head_dim)
     count = len(values)
     output = ops.paged_attention(
         torch.zeros(count, 1, 4),
-        torch.zeros(count, 1, 1, 4, dtype=torch.float16),
+        torch.zeros(count, 1, 1, 4, dtype=dtype),
         values,
         torch.arange(count, dtype=torch.int32)[:, None],
         torch.arange(count + 1, dtype=torch.int32),
         torch.ones(count, dtype=torch.int32),
         scale=1.0,
+        kv_scales=None if dtype.itemsize == 2 else torch.tensor([[8.0], [0.25]]),
     )
-    torch.testing.assert_close(output.flatten(), values.float().flatten(), rtol=0, atol=0)
+    wanted = values.float().flatten() * (1 if dtype.itemsize == 2 else 0.25)
+    torch.testing.assert_close(output.flatten(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_row_is_the_same_in_every_batch() -> None:
@@ -190,7 +208,7 @@ def test_cache_of_another_type_is_refused() -> None:
     batch = make_batch(Shape("", ((1, 20),)))
     tensors = list(batch.tensors)
     tensors[1] = batch.key_cache.double()
-    with pytest.raises(ValueError, match=r"torch\.float64 on the CPU; allowed is float32, bfloat16 or float16"):
+    with pytest.raises(ValueError, match=r"torch\.float64 on the CPU; allowed is float32, bfloat16, float16, float8"):
         ops.paged_attention(*tensors, **batch.options)
 
 

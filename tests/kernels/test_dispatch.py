@@ -11,6 +11,8 @@ from batches import Shape, make_batch
 
 from llmsched.kernels import dispatch, reference
 
+FP8 = torch.zeros(6, 2, 16, 64).to(torch.float8_e4m3fn)
+
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLMSCHED_KERNELS", raising=False)
@@ -50,6 +52,9 @@ def test_import_is_light() -> None:
         ({"softcap": 0.0}, "softcap is 0.0; allowed is more than 0, or None"),
         ({"sinks": torch.zeros(2)}, "sinks are .* one number for each of 6 heads"),
         ({"slopes": torch.zeros(2)}, "slopes are .* one number for each of 6 heads"),
+        ({"kv_scales": torch.ones(2, 2)}, r"kv_scales \(2, 2\) do not fit caches of torch.float32"),
+        ({"key_cache": FP8}, r"caches of torch.float8_e4m3fn and torch.float32; allowed is one type"),
+        ({"key_cache": FP8, "value_cache": FP8}, r"kv_scales None do not fit .*, and \(2, 2\)"),
     ],
 )
 def test_mismatches_are_refused(change: dict[str, object], message: str) -> None:

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from llmsched.kernels import reference
 from llmsched.kernels.cpu import ops
+from llmsched.kernels.fp8 import FP8_TYPES
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 #: Tokens that one thread computes alone, and tokens for all threads.
@@ -113,6 +114,14 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
     together = ops.add_norm(rows.clone(), None, weight, eps=1e-5)
     alone = ops.add_norm(rows[7:8].clone(), None, weight, eps=1e-5)
     torch.testing.assert_close(together[7:8], alone, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fp8", FP8_TYPES, ids=str)
+@pytest.mark.parametrize("case", ROTARY_CASES)
+def test_rotation_into_fp8(fp8: torch.dtype, case: str) -> None:
+    """Rotated keys that differ by float32's rounding rarely round to different numbers, and then to neighbours."""
+    for dtype in (FLOAT32, BFLOAT16):
+        assert rotary_difference(ops, reference, case, 300, dtype, fp8) <= torch.finfo(fp8).max / 8
 
 
 def test_a_wrong_kernel_would_be_seen() -> None:

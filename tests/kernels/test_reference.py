@@ -14,6 +14,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from llmsched.kernels import reference
+from llmsched.kernels.fp8 import FP8_TYPES
 
 
 def hugging_face_mask(q_len: int, context: int, window: int | None) -> torch.Tensor:
@@ -57,9 +58,10 @@ def dense_attention(shape: Shape, batch: Batch) -> torch.Tensor:
     return torch.cat(outputs)
 
 
+@pytest.mark.parametrize("fp8", [None, *FP8_TYPES], ids=str)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if not (s.sinks and s.softcap)], ids=str)
-def test_equals_dense_attention(shape: Shape) -> None:
-    batch = make_batch(shape)
+def test_equals_dense_attention(shape: Shape, fp8: torch.dtype | None) -> None:
+    batch = make_batch(shape, fp8=fp8)
     actual = reference.paged_attention(*batch.tensors, **batch.options)
     torch.testing.assert_close(actual, dense_attention(shape, batch), rtol=0, atol=1e-5)
 

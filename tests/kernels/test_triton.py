@@ -50,10 +50,12 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 63 + 33
+    assert len(differences) == 111 + 33
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
-    assert differences["write_kv"] == differences["sample"] == differences["ties"] == 0
+    exact = [name for name in differences if name.startswith("written ")]
+    assert len(exact) == 2
+    assert {differences[name] for name in ("write_kv", "sample", "ties", *exact)} == {0}
 
 
 def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
@@ -75,7 +77,15 @@ def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict
 
 
 def attention_kernel(
-    arch: int, dtype: str, head_dim: int, *, decodes: bool, group: int = 4, kv_heads: int = 8, **options: Any
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    *,
+    decodes: bool,
+    group: int = 4,
+    kv_heads: int = 8,
+    cached: str = "",
+    **options: Any,
 ) -> Any:
     tiling = choose_tiling(
         capability=arch,
@@ -86,8 +96,9 @@ def attention_kernel(
         item_size=ITEM_SIZE[dtype],
     )
     types = {
-        **dict.fromkeys(("output", "query", "key_cache", "value_cache", "sinks", "slopes"), f"*{dtype}"),
-        **dict.fromkeys(("parts", "stats"), "*fp32"),
+        **dict.fromkeys(("output", "query", "sinks", "slopes"), f"*{dtype}"),
+        **dict.fromkeys(("key_cache", "value_cache"), f"*{cached or dtype}"),
+        **dict.fromkeys(("parts", "stats", "scales"), "*fp32"),
         **dict.fromkeys(("block_tables", "items"), "*i32"),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
         **dict.fromkeys(("query_stride", "head_stride", "max_blocks"), "i32"),
@@ -106,6 +117,7 @@ def attention_kernel(
         "SOFTCAP": False,
         "SINKS": False,
         "SLOPES": False,
+        "FP8": bool(cached),
         **options,
     }
     launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
@@ -144,6 +156,32 @@ def test_attention_compiles_within_the_gpus_limits(
     assert "tf32" not in compiled.asm["ptx"]
 
 
+#: Types of fp8 caches by compute capability.
+FP8_TYPES = {80: ("fp8e5",), 89: ("fp8e4nv", "fp8e5"), 90: ("fp8e4nv", "fp8e5")}
+CACHED = [(arch, cached) for arch, kinds in FP8_TYPES.items() for cached in kinds]
+
+
+@pytest.mark.parametrize(("arch", "cached"), CACHED)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "decodes"),
+    [("bf16", 128, False), ("fp16", 64, True), ("bf16", 128, True), ("fp32", 64, True)],
+)
+def test_attention_over_fp8_compiles_within_the_gpus_limits(
+    arch: int, cached: str, dtype: str, head_dim: int, decodes: bool, tmp_path: Path
+) -> None:
+    compiled = attention_kernel(arch, dtype, head_dim, decodes=decodes, cached=cached)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    used = resources(compiled, tmp_path)
+    assert used["REG"] <= MAX_REGISTERS
+    assert used["STACK"] == used["LOCAL"] == 0
+
+
+def test_triton_refuses_e4m3_before_ada() -> None:
+    """This is why `kv_refusal` refuses it."""
+    with pytest.raises(Exception, match="fp8e4nv not supported in this architecture"):
+        attention_kernel(80, "bf16", 64, decodes=True, cached="fp8e4nv")
+
+
 @pytest.mark.parametrize("arch", [100, 120])
 def test_chunks_compile_for_blackwell(arch: int, tmp_path: Path) -> None:
     compiled = attention_kernel(arch, "bf16", 128, decodes=False)
@@ -175,10 +213,15 @@ def test_small_kernels_compile(arch: int, tmp_path: Path) -> None:
     types = {"output": "*bf16", "parts": "*fp32", "stats": "*fp32", "joins": "*i32", "block_m": "i32"}
     constants = {"GROUP": 4, "KV_HEADS": 8, "VALUE_DIM": 128, "BLOCK_V": 128, "CHUNK": ops.JOIN_CHUNK}
     join = compile_ahead(join_kernel, arch, types, constants)
-    types = {"new": "*bf16", "cache": "*bf16", "slot_mapping": "*i64", "token_stride": "i32", "head_stride": "i32"}
+    types = {"new": "*bf16", "slot_mapping": "*i64", "scales": "*fp32", "token_stride": "i32", "head_stride": "i32"}
     constants = {"KV_HEADS": 8, "BLOCK_SIZE": 16, "DIM": 128, "BLOCK_D": 128}
-    write = compile_ahead(write_kernel, arch, types, constants, num_warps=1)
-    for compiled in (join, write):
+    writes = [
+        compile_ahead(
+            write_kernel, arch, {**types, "cache": f"*{cached}"}, {**constants, "FP8": cached != "bf16"}, num_warps=1
+        )
+        for cached in ("bf16", *FP8_TYPES[arch])
+    ]
+    for compiled in (join, *writes):
         assert resources(compiled, tmp_path)["STACK"] == 0
 
 
@@ -186,6 +229,7 @@ NORM = {"SIZE": 4096, "BLOCK": 4096, "BRANCH": True, "BRANCH_NORM": True, "CENTR
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "ROTATED": 128, "BLOCK_SIZE": 16, "BLOCK_D": 128} | {
     "NORM": True,
     "BY_GROUP": False,
+    "FP8": False,
 }
 ACTIVATION = {"SIZE": 14336, "BLOCK": ops.ACTIVATION_BLOCK, "ACTIVATION": 2, "GATED": True}
 LAYER_KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
@@ -206,8 +250,11 @@ LAYER_KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
 @pytest.mark.parametrize("name", LAYER_KERNELS)
 def test_layer_kernels_compile(name: str, arch: int, tmp_path: Path) -> None:
     kernel, constants, types = LAYER_KERNELS[name]
-    types = {**dict.fromkeys(kernel.arg_names, "*bf16"), "eps": "fp32", "offset": "fp32", **types}
+    types = {**dict.fromkeys(kernel.arg_names, "*bf16"), "eps": "fp32", "offset": "fp32", "scales": "*fp32", **types}
     assert resources(compile_ahead(kernel, arch, types, constants), tmp_path)["STACK"] == 0
+    for cached in FP8_TYPES[arch] if name == "rotary" else ():
+        types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cached}")
+        assert resources(compile_ahead(kernel, arch, types, {**constants, "FP8": True}), tmp_path)["STACK"] == 0
 
 
 #: Experts of Qwen3-30B-A3B: first product, second product; and those of gpt-oss-20b.

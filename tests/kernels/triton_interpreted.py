@@ -17,10 +17,12 @@ import torch
 from batches import Shape, make_batch
 from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, rotary_difference
 from mixtures import MIXTURES, ROUTINGS, mixture_difference, routing_difference
+from test_fp8 import hard_numbers
 from triton.runtime import interpreter
 
 from llmsched.kernels import reference
 from llmsched.kernels.experts import Routing
+from llmsched.kernels.fp8 import FP8_TYPES
 from llmsched.kernels.reference import AttentionShape
 from llmsched.kernels.triton import ops, tiling
 
@@ -69,8 +71,15 @@ SPLIT = (
 NARROW = shape("narrow window", ((100, 100), (1, 100)), heads=2, window=5)
 
 
-def attention_difference(case: Shape, dtype: torch.dtype, *, num_processors: int = 1, min_split: int = 256) -> float:
-    batch = make_batch(case, dtype=dtype)
+def attention_difference(
+    case: Shape,
+    dtype: torch.dtype,
+    *,
+    num_processors: int = 1,
+    min_split: int = 256,
+    fp8: torch.dtype | None = None,
+) -> float:
+    batch = make_batch(case, dtype=dtype, fp8=fp8)
     expected = reference.paged_attention(*batch.tensors, **batch.options)
     query = batch.query.transpose(0, 1).contiguous().transpose(0, 1)  # strided, as transformers hands it over
     processors = patch.object(ops, "gpu_properties", lambda device: tiling.Gpu(num_processors, 90))
@@ -88,6 +97,25 @@ def write_difference() -> float:
     reference.write_kv(key, value, *expected, slots)
     ops.write_kv(key, value, *caches, slots)
     return max(float((a.float() - b.float()).abs().max()) for a, b in zip(caches, expected, strict=True))
+
+
+def fp8_writes(fp8: torch.dtype) -> int:
+    """Write all numbers at and around the middles of neighbouring fp8 numbers. Return how many bytes differ."""
+    numbers = hard_numbers(fp8)
+    rows = torch.stack([numbers * scale for scale in (0.125, 4.0, 2.0, 0.5)]).view(1, 4, -1)
+    scales, slots, differing = torch.tensor([[0.125, 4.0], [2.0, 0.5]]), torch.tensor([6]), 0
+    for name in ("write_kv", "rotate_and_write"):
+        written = []
+        for module in (reference, ops):
+            caches = torch.zeros(2, 3, 2, 4, len(numbers), dtype=torch.uint8).view(fp8).unbind(0)
+            if name == "write_kv":
+                module.write_kv(rows[:, :2], rows[:, 2:], *caches, slots, kv_scales=scales)
+            else:
+                tables, projected = torch.empty(2, 1, 0), torch.cat([rows[:, :2], rows], dim=1).flatten(1)
+                module.rotate_and_write(projected, *tables, *caches, slots, kv_scales=scales)
+            written.append(torch.stack([cache.view(torch.uint8) for cache in caches]))
+        differing += int((written[0] != written[1]).sum())
+    return differing
 
 
 def random_difference(count: int) -> float:
@@ -200,6 +228,12 @@ def main() -> None:
         if case.name in SPLIT:
             split = attention_difference(case, torch.float32, num_processors=9, min_split=16)
             differences[f"{case}, float32, split"] = split
+    for fp8 in FP8_TYPES:
+        differences[f"written {fp8}"] = fp8_writes(fp8)
+        for case in SHAPES:
+            differences[f"{case}, {fp8}"] = attention_difference(case, torch.float32, fp8=fp8)
+        split = attention_difference(SHAPES[0], torch.float32, num_processors=9, min_split=16, fp8=fp8)
+        differences[f"split, {fp8}"] = split
     differences["mixed, float16"] = attention_difference(SHAPES[0], torch.float16)
     split = attention_difference(SHAPES[1], torch.float16, num_processors=9, min_split=32)
     differences["decodes, float16, split"] = split

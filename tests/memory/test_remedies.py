@@ -121,8 +121,10 @@ def test_narrower_types_say_what_serve_cannot_do() -> None:
     assert wide.servable
     narrow = search(gpu(24), 8, 8192)
     assert narrow[0].settings == {"kv_cache_dtype": "fp8"}
-    assert not narrow[0].servable
-    assert "llmsched serve does not run this yet" in narrow[0].cost
+    assert narrow[0].servable
+    narrower = search(gpu(24), 18, 8192)
+    assert not narrower[0].servable
+    assert "llmsched serve does not run this yet" in narrower[0].cost
     older = search(gpu(48, computes_bf16=False), 12, 8192, gpu_memory_utilization=0.95)
     assert first(older, "dtype").settings == {"dtype": "float16"}
 
@@ -132,14 +134,15 @@ def test_narrower_types_say_what_serve_cannot_do() -> None:
     [
         (True, 23.5, 8, {"kv_cache_dtype": "fp8"}),
         (True, 23.5, 18, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-        (False, 23.5, 18, {"quantization": "awq", "kv_cache_dtype": "fp8"}),
+        (False, 23.5, 18, {"quantization": "awq", "kv_cache_dtype": "fp8_e5m2"}),
+        (False, 23.5, 8, {"kv_cache_dtype": "fp8_e5m2"}),
         (True, 12, 4, {"quantization": "awq"}),
     ],
 )
 def test_lower_precision_comes_first(computes_fp8: bool, gib: float, users: int, settings: dict[str, str]) -> None:
     found = search(gpu(gib, computes_fp8=computes_fp8), users, 8192)
     assert found[0].settings == settings
-    assert not found[0].servable
+    assert found[0].servable == ("quantization" not in settings)
     assert not any(change.settings.keys() & settings.keys() for change in found[1:])
 
 

@@ -57,6 +57,7 @@ def make_engine(
     swap_blocks: int = 0,
     looks_ahead: bool = False,
     graphs: bool = False,
+    kv_dtype: torch.dtype = torch.float32,
     clock: Callable[[], float] = time.monotonic,
     **config: Any,
 ) -> Engine:
@@ -73,7 +74,7 @@ def make_engine(
         num_blocks=num_blocks,
         block_size=settings["block_size"],
         device="cpu",
-        kv_dtype=torch.float32,
+        kv_dtype=kv_dtype,
         num_host_blocks=swap_blocks,
         layout=layout,
     )

@@ -42,16 +42,16 @@ class VariantEngines:
 
     def check(self) -> None:
         """Raise ConfigError or ModelError if the engine of a variant cannot be built."""
-        from llmsched.engine.architecture.dtypes import check_servable
+        from llmsched.engine.architecture.dtypes import check_kv_dtype
         from llmsched.engine.device import device_memory, resolve_device
         from llmsched.engine.memory.planner import open_planner
 
         configs = list(self._configs.values())
-        for config in configs:
-            check_servable(config)
         planner = open_planner(configs[0].model, self._progress)
         for config in configs:
-            planner.resolve(self._largest(config), device_memory(resolve_device(config.device)))
+            device = device_memory(resolve_device(config.device))
+            resolved, _ = planner.resolve(self._largest(config), device)
+            check_kv_dtype(resolved.kv_cache_dtype, device)
 
     async def __call__(self, name: str, workload: Load, progress: Progress) -> VariantRun:
         """Run a load with the variant `name`. Raises ModelError or ConfigError if its engine cannot be built."""

@@ -240,7 +240,7 @@ def test_what_cannot_be_compared_is_one_line(command: CommandLine, target: str, 
     ("variant", "message"),
     [
         ("max_model_len=512", "--max-model-len: "),
-        ("kv_cache_dtype=fp8", "--kv-cache-dtype: fp8 cannot be served"),
+        ("kv_cache_dtype=fp4", "--kv-cache-dtype: 'fp4' is not one of"),
         ("max_model_len=100k", "beyond the 512 positions"),
     ],
 )

@@ -15,6 +15,7 @@ from batches import MIXED, SHAPES, Batch, Shape, make_batch
 
 from gpu_suite.rows import CheckRow, failure
 from llmsched.kernels import dispatch, reference
+from llmsched.kernels.fp8 import FP8_TYPES
 
 #: Shapes as serving has them; the small ones of the kernels' own tests come on top.
 SERVING = (
@@ -83,6 +84,17 @@ def checks(*, small: bool) -> dict[str, Check]:
             found[name] = lambda device, name=name, shape=shape, dtype=dtype: check_attention(  # type: ignore[misc]
                 name, make_batch(shape, dtype=dtype, device=device)
             )
+        for fp8 in FP8_TYPES if dtype == torch.bfloat16 else ():
+            kind = str(fp8).removeprefix("torch.")
+            for shape in SHAPES[:3] if small else (*(each for each in SHAPES if each.name in HALF), *SERVING):
+                name = f"{short(dtype)} {shape.name}, {kind}"
+                found[name] = lambda device, name=name, shape=shape, fp8=fp8: check_attention(  # type: ignore[misc]
+                    name, make_batch(shape, dtype=torch.bfloat16, device=device, fp8=fp8)
+                )
+            name = f"{short(dtype)} write_kv, {kind}"
+            found[name] = lambda device, name=name, fp8=fp8: check_write(  # type: ignore[misc]
+                name, torch.bfloat16, device, fp8
+            )
         name = f"{short(dtype)} write_kv"
         found[name] = lambda device, name=name, dtype=dtype: check_write(name, dtype, device)  # type: ignore[misc]
         for name, difference in layer_checks(dtype).items():
@@ -99,10 +111,11 @@ def short(dtype: torch.dtype) -> str:
 
 def check_attention(name: str, batch: Batch) -> CheckRow:
     """Compare with the reference in float32 on the same numbers."""
-    query, keys, values, *places = batch.tensors
+    query, *caches, tables, bounds, lengths = batch.tensors
     found = dispatch.paged_attention(*batch.tensors, **batch.options)
     exact = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in batch.options.items()}
-    wanted = reference.paged_attention(query.float(), keys.float(), values.float(), *places, **exact)
+    wide = caches if "kv_scales" in batch.options else [cache.float() for cache in caches]
+    wanted = reference.paged_attention(query.float(), *wide, tables, bounds, lengths, **exact)
     difference = float((found.float() - wanted).abs().max())
     return compared(name, difference, LIMITS[query.dtype])
 
@@ -111,18 +124,19 @@ def compared(name: str, difference: float, limit: float) -> CheckRow:
     return CheckRow(name, f"{difference:.2g}", f"<= {limit:.2g}", difference <= limit, {"difference": difference})
 
 
-def check_write(name: str, dtype: torch.dtype, device: str) -> CheckRow:
+def check_write(name: str, dtype: torch.dtype, device: str, fp8: torch.dtype | None = None) -> CheckRow:
     """Check that exactly the numbers that the reference writes are written, with equal values."""
     shape = Shape("write", MIXED, kv_heads=3, heads=3, head_dim=80, value_dim=96)
-    caches = [make_batch(shape, dtype=dtype, device=device) for _ in range(2)]
+    caches = [make_batch(shape, dtype=dtype, device=device, fp8=fp8) for _ in range(2)]
+    scales = caches[0].options.get("kv_scales")
     generator = torch.Generator().manual_seed(2)
     slots = torch.randperm(caches[0].key_cache.shape[0] * shape.block_size, generator=generator)[:200]
     slots[7] = -1
     key, value = (torch.randn(200, 3, width, generator=generator).to(dtype).to(device) for width in (80, 96))
-    dispatch.write_kv(key, value, caches[0].key_cache, caches[0].value_cache, slots.to(device))
-    reference.write_kv(key, value, caches[1].key_cache, caches[1].value_cache, slots.to(device))
+    for ops, batch in zip((dispatch, reference), caches, strict=True):
+        ops.write_kv(key, value, batch.key_cache, batch.value_cache, slots.to(device), kv_scales=scales)
     equal = all(
-        torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+        torch.equal(one.float().nan_to_num(7.0), other.float().nan_to_num(7.0))
         for one, other in zip(caches[0].tensors[1:3], caches[1].tensors[1:3], strict=True)
     )
     return CheckRow(name, "equal" if equal else "differs", "equal", equal)

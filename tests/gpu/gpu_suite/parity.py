@@ -40,21 +40,27 @@ ARCHITECTURES = (
 
 
 def check_models(device: str, *, small: bool) -> Iterator[CheckRow]:
-    """Return one row for each architecture and dtype."""
+    """Return one row for each architecture, dtype and type of the KV cache."""
     tokenizer = Tokenizer(build_tokenizer())
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, kv in (
+        (torch.float32, "auto"),
+        (torch.bfloat16, "auto"),
+        (torch.float32, "fp8"),
+        (torch.bfloat16, "fp8"),
+    ):
         for arch in ARCHITECTURES[:1] if small else ARCHITECTURES:
-            name = f"{arch} {str(dtype).removeprefix('torch.')}"
+            name = f"{arch} {str(dtype).removeprefix('torch.')}{'' if kv == 'auto' else f', KV in {kv}'}"
             try:
-                yield compare(name, arch, dtype, device, tokenizer)
+                yield compare(name, arch, dtype, kv, device, tokenizer)
             except Exception as error:
                 yield failure(name, error)
 
 
-def compare(name: str, arch: str, dtype: torch.dtype, device: str, tokenizer: Tokenizer) -> CheckRow:
+def compare(name: str, arch: str, dtype: torch.dtype, kv: str, device: str, tokenizer: Tokenizer) -> CheckRow:
     model = build_model(arch, seed=3).to(device=device, dtype=dtype)
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({2}))
-    report = check_parity(LoadedModel(model, info, tokenizer, device, dtype), num_prompts=2, num_tokens=6)
+    subject = LoadedModel(model, info, tokenizer, device, dtype, kv_cache_dtype=kv)
+    report = check_parity(subject, num_prompts=2, num_tokens=6)
     worst = max((check.max_abs_logit_diff or 0.0) for check in report.checks)
     parted = sum(len(check.divergences) for check in report.checks)
     failed = [check.name for check in report.checks if not check.ok]

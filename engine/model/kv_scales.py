@@ -1,0 +1,96 @@
+"""Scales of an fp8 KV cache: those in the checkpoint, or measured ones."""
+# Without scales, e4m3 would cut off large keys (its largest number is 448, and Qwen2 has larger keys), and round small
+# values coarsely (numbers below 2^-6 have fewer digits). So the largest key and the largest value of each KV head are
+# measured once, over a few tokens in the model's own type. Other tokens have larger ones, so a scale leaves ROOM for
+# them, which costs no digits: e4m3 is a floating-point type, and below 448 / ROOM it still has 11 binades of full
+# precision. Scales never change, so the KV of a prefix does not depend on the request that computed it.
+#
+# Scales are rounded up to powers of two, for the reasons in kernels/fp8.py. This also makes measured scales the same on
+# devices that round differently.
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from llmsched.engine.errors import ModelError
+from llmsched.engine.model.checkpoint import StateDict, open_checkpoint
+from llmsched.engine.model.paged import PagedModel, run_alone
+from llmsched.kernels.fp8 import FP8_TYPES
+
+#: Number of tokens for which keys and values are measured.
+MEASURED_TOKENS = 128
+#: How many times larger than the largest measured number a number may be before it is cut off.
+ROOM = 8
+#: Types of the KV cache by their names in the settings.
+KV_TYPES: Mapping[str, torch.dtype] = {
+    **{"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16},
+    **{"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2},
+}
+#: Names of scales in checkpoints of compressed-tensors, ModelOpt and AutoFP8. A kv_scale is for keys and values.
+_NAME = re.compile(r"\blayers\.(\d+)\.(?:\w+\.)*(?:(k|v|kv)_scale|(k|v)_proj\.output_scale)$")
+
+
+class ScaleName(NamedTuple):
+    layer: int
+    row: int  # 0: of keys, 1: of values
+
+
+def scale_names(tensor: str) -> list[ScaleName]:
+    """Return which scales of the KV cache the tensor of this name in a checkpoint has; none for other tensors."""
+    found = _NAME.search(tensor)
+    return [] if found is None else [ScaleName(int(found[1]), "kv".index(kind)) for kind in found[2] or found[3]]
+
+
+def checkpoint_scales(directory: Path) -> dict[ScaleName, torch.Tensor]:
+    """Read the scales of the KV cache in a checkpoint, which may have none. Raises ModelError for a damaged file."""
+    return {name: tensor[...] for key, tensor in open_checkpoint(directory).items() for name in scale_names(key)}
+
+
+def without_scales(state: StateDict) -> StateDict:
+    return {name: tensor for name, tensor in state.items() if not scale_names(name)}
+
+
+def kv_scales(
+    model: PagedModel,
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    checkpoint: Mapping[ScaleName, torch.Tensor],
+    max_tokens: int | None = None,
+) -> list[torch.Tensor] | None:
+    """Return the scales of each layer in an fp8 cache, float32 [2, kv_heads]. Return None for other caches.
+
+    `dtype` is the type of the model. The scales in `checkpoint` replace measured ones. At most `max_tokens` tokens are
+    computed. Raises ModelError for a scale that does not fit the model.
+    """
+    if kv_dtype not in FP8_TYPES:
+        return None
+    count = min(MEASURED_TOKENS, max_tokens or MEASURED_TOKENS)
+    with torch.inference_mode():
+        ids = torch.arange(count, device=device) * 7919 % model.vocab_size
+        _, cache = run_alone(model, ids, dtype, torch.tensor([count - 1], device=device))
+        pairs = zip(cache.keys, cache.values, strict=True)
+        largest = [torch.stack([part.float().abs().amax((0, 2, 3)) for part in pair]) for pair in pairs]
+    scales = [power_of_two(ROOM * found / torch.finfo(kv_dtype).max) for found in largest]
+    for name, given in checkpoint.items():
+        layer, row = name
+        heads = scales[layer].shape[1] if layer < len(scales) else 0
+        if given.numel() not in (1, heads) or not (given.isfinite().all() and (given > 0).all()):
+            raise ModelError(
+                f"the checkpoint has a scale of the {('keys', 'values')[row]} of layer {layer} that is "
+                f"{given.tolist()}; allowed is one positive number, or one for each of {heads} KV heads"
+            )
+        scales[layer][row] = power_of_two(given.to(device).float().flatten())
+    return scales
+
+
+def power_of_two(numbers: torch.Tensor) -> torch.Tensor:
+    """Round positive numbers up to powers of two. Return 1 for 0, infinity and NaN."""
+    mantissa, exponent = torch.frexp(numbers)
+    powers = torch.ldexp(torch.ones_like(numbers), exponent - (mantissa == 0.5).int())
+    return torch.where((numbers > 0) & numbers.isfinite(), powers, 1.0)
