@@ -15,6 +15,7 @@ from llmsched.engine.config import LIMITS, EngineConfig, ResolvedConfig, check_l
 from llmsched.engine.core import Engine
 from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError, ModelError, is_out_of_memory, setting
+from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.memory.activations import logits_limit
@@ -181,6 +182,9 @@ def _fit(
     activations -= min(max(0, kept), activations)
     progress("measuring memory", 1, 1)
     graphs = None if config.enforce_eager else executor.capture(rows, plan.max_model_len, progress)
+    captured = executor.used_bytes()
+    executor.reserve(executor.num_blocks)
+    to_capture = captured - executor.used_bytes()  # the driver may keep a part of the dropped graphs
     measured = replace(measured, context=context, graphs=graphs)
     for attempts_left in (1, 0):
         fitted = refit(plan, config, measured)
@@ -188,8 +192,7 @@ def _fit(
             raise fitted.problem
         try:
             executor.reserve(fitted.num_blocks)
-            excess = executor.used_bytes() - plan.device.used_by_others + activations - limit
-            excess += graphs.num_bytes if graphs else 0
+            excess = executor.used_bytes() - plan.device.used_by_others + to_capture + activations - limit
         except Exception as error:
             if not attempts_left or not is_out_of_memory(error):
                 raise
@@ -200,23 +203,19 @@ def _fit(
     with _within_memory(plan, "reserving host memory", f"lower {setting('swap_space')}"):
         executor.reserve_host(swap.num_blocks)
     if graphs is not None:
-        graphs = executor.capture(rows, fitted.max_model_len, progress)
+        again = executor.capture(rows, fitted.max_model_len, progress)
+        graphs = again and again._replace(num_bytes=max(graphs.num_bytes, again.num_bytes))
     return fitted, replace(measured, context=context, graphs=graphs)
 
 
 @contextmanager
 def _importing() -> Iterator[None]:
     # The collector would scan again and again the objects that large imports create, and they stay until the end.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with paused_collection():
         yield
         if not gc.get_freeze_count():
             gc.freeze()
             atexit.register(gc.unfreeze)  # else libraries written in C++ report leaks at exit
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 # The launches of a pass are recorded once and replayed as one launch. A graph has a fixed number of rows, and each row
 # has one token. A step of decodes is padded to the next larger graph.
 #
-# What a graph reads must have the same addresses in every step (see StepBuffers). Its logits do too, so they must be
-# used before the next replay. All graphs share one pool of memory, because they never run at the same time.
+# What a graph reads must have the same addresses in every step (see StepBuffers). All graphs share one pool of memory
+# and one tensor of logits, because they never run at the same time. So logits must be used before the next replay.
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from llmsched.engine.model.paged import PagedContext, PagedModel
 
 #: Largest norm of the difference between the logits of a graph and of the same pass without it, relative to their norm.
 TOLERANCE = 0.01
+#: Context lengths with which graphs are checked. With the longer one, attention is divided among programs and joined.
+CHECKED_CONTEXTS = (2, 2048)
 
 _COPIES = frozenset({"to", "_to_copy", "copy_", "cpu", "cuda"})
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
@@ -70,39 +72,34 @@ class ModelInputs(NamedTuple):
     use_graph: bool = False  # True if the inputs are padded to the size of a graph
 
 
-class Recording(NamedTuple):
-    replay: Callable[[], None]  # queues the work of the pass again
-    output: torch.Tensor  # has the results after a replay
-
-
-#: Function that runs a pass and returns a recording of it.
-Recorder = Callable[[Callable[[], torch.Tensor]], Recording]
+#: Function that runs a pass and returns a function that queues the work of the pass again.
+Recorder = Callable[[Callable[[], torch.Tensor]], Callable[[], None]]
 
 
 def cuda_recorder(stream: torch.cuda.Stream) -> Recorder:
     """Return a Recorder that captures CUDA graphs on `stream`. All these graphs share one memory pool."""
     pool = torch.cuda.graph_pool_handle()
 
-    def record(run: Callable[[], torch.Tensor]) -> Recording:
+    def record(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may use CUDA meanwhile, for example to read the free memory.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                output = run()
+                run()
         except Exception:
             # torch leaves its allocator in capture mode, in which it does not free memory, if a capture ends badly.
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(stream.device_index, pool)
                 torch._C._cuda_releasePool(stream.device_index, pool)
             raise
-        return Recording(graph.replay, output)
+        return graph.replay
 
     return record
 
 
 class _Graph(NamedTuple):
-    recording: Recording
-    run: Callable[[], torch.Tensor]  # computes the recorded pass without the graph
+    replay: Callable[[], None]
+    run: Callable[[], torch.Tensor]  # computes the same pass without the graph
     works: list[Any]
     fixed_bytes: int | None
 
@@ -117,6 +114,7 @@ class DecodeGraphs:
     def __init__(self, model: PagedModel, tables: torch.Tensor, record: Recorder) -> None:
         self._model, self._tables, self._record = model, tables, record
         self._graphs: dict[int, _Graph] = {}  # by number of rows
+        self._logits: torch.Tensor | None = None  # [rows of the largest graph, vocab_size]
         #: Numbers of rows of the graphs, in ascending order.
         self.sizes: list[int] = []
 
@@ -126,23 +124,26 @@ class DecodeGraphs:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def capture(self, inputs: ModelInputs) -> None:
-        """Capture a graph of the model's forward pass, with as many rows as `inputs` has.
+        """Capture a graph of the model's forward pass, with as many rows as `inputs` has. Capture the largest first.
 
         Raises NotCapturableError if the host would have to wait for the device during the forward pass.
         """
-        # Larger graphs should be captured first, so that smaller ones reuse their memory.
         size = len(inputs.input_ids)
         if inputs.fixed_bytes is None:
             raise NotCapturableError("the arrays of a step do not fit into the StepBuffers")
         works = [*inputs.context.works]
         context = replace(inputs.context, block_tables=self._tables[:, :size], works=works)
-        run = partial(self._model.forward, inputs.input_ids, inputs.positions, context, None)
+        forward = partial(self._model.forward, inputs.input_ids, inputs.positions, context, None)
         self._set_tables(inputs)
         with NothingWaits(self._tables.device):
-            run()
-        run()
-        recording = self._record(run)
-        self._graphs[size] = _Graph(recording, run, works, inputs.fixed_bytes)
+            forward()
+        computed = forward()
+        logits = self._logits = computed if self._logits is None else self._logits
+
+        def run() -> torch.Tensor:
+            return logits[:size].copy_(forward())
+
+        self._graphs[size] = _Graph(self._record(run), run, works, inputs.fixed_bytes)
         self.sizes = sorted(self._graphs)
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
@@ -156,8 +157,9 @@ class DecodeGraphs:
             raise RuntimeError(f"a step has arrays of {inputs.fixed_bytes} bytes, its graph of {graph.fixed_bytes}")
         graph.works[:] = inputs.context.works  # on a GPU, these are the same addresses and numbers again
         self._set_tables(inputs)
-        graph.recording.replay()
-        return graph.recording.output
+        graph.replay()
+        assert self._logits is not None
+        return self._logits[: len(inputs.input_ids)]
 
     def check(self, inputs: ModelInputs) -> None:
         """Raise NotCapturableError if a replay of the graph computes other logits than the model without a graph.

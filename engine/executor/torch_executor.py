@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -21,12 +22,13 @@ from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.executor.batch import PackedBatch, pack, split
 from llmsched.engine.executor.buffers import MAX_STEP_BYTES, StepBuffers, step_bytes, to_device
-from llmsched.engine.executor.graphs import DecodeGraphs, ModelInputs, Recorder, cuda_recorder
+from llmsched.engine.executor.graphs import CHECKED_CONTEXTS, DecodeGraphs, ModelInputs, Recorder, cuda_recorder
 from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.executor.in_flight import LaunchedPart, LaunchedStep, PackedPart, SampledTokens
 from llmsched.engine.executor.sampler import PendingLogprobs, Sampler, enqueue_logprobs, parameters_of
 from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.executor.warmup import warmup_steps
+from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
@@ -285,15 +287,20 @@ class TorchExecutor(Executor):
             record = cuda_recorder(self._stream)
         self._graphs = None
         started, before, sizes = time.perf_counter(), self.used_bytes(), graph_sizes(max_rows)
+        contexts = [min(length, max_model_len) for length in CHECKED_CONTEXTS]
+        gc.collect()  # what it frees during a capture can make the capture fail
         try:
-            with torch.inference_mode(), self._on_stream():
+            with torch.inference_mode(), self._on_stream(), paused_collection():
                 blocks = -(-max_model_len // self.block_size)
                 tables = torch.zeros(self.layout.num_groups, sizes[-1], blocks, dtype=torch.int32, device=self.device)
                 graphs = DecodeGraphs(self._model, tables, record)
+                for tensor in (*self._cache.keys, *self._cache.values):
+                    tensor[: -(-max(contexts) // self.block_size)].normal_()  # what the checks attend to
                 for done, size in enumerate(reversed(sizes)):
                     progress("capturing CUDA graphs", done, len(sizes))
-                    graphs.capture(self._decode_inputs(size, 0))
-                    graphs.check(self._decode_inputs(size, min(1, max_model_len - 1)))
+                    graphs.capture(self._decode_inputs(size, 1))
+                    for length in contexts:
+                        graphs.check(self._decode_inputs(size, length))
         except Exception as error:
             # The end of a capture that failed raises another error. A variable for it would keep the cache alive.
             reason = one_line(error.__context__ or error)
@@ -304,8 +311,8 @@ class TorchExecutor(Executor):
         num_bytes = max(0, self.used_bytes() - before)
         return CapturedGraphs(len(sizes), sizes[-1], time.perf_counter() - started, num_bytes)
 
-    def _decode_inputs(self, size: int, position: int) -> ModelInputs:
-        row = self._dummy_row(0, 1, position, _GREEDY)
+    def _decode_inputs(self, size: int, context: int) -> ModelInputs:
+        row = self._dummy_row(0, 1, context - 1, _GREEDY)
         _, inputs = self._pack([row], size)
         self._buffers.upload()
         return inputs

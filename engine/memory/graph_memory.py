@@ -41,7 +41,7 @@ def graph_sizes(max_rows: int) -> list[int]:
 def graph_bytes(shape: ModelShape, max_rows: int, dtype_bytes: int) -> int:
     """Return an estimate of the memory of all graphs for steps of up to `max_rows` decodes."""
     sizes = graph_sizes(max_rows)
-    logits = sum(sizes) * shape.vocab_size * dtype_bytes
+    logits = 2 * sizes[-1] * shape.vocab_size * dtype_bytes  # computed by any graph, and copied to where all put them
     layers = sum(group.layers for group in shape.geometry.groups)
     mlp = max(of_layer(shape, sizes[-1], dtype_bytes) for of_layer in (mlp_bytes, expert_bytes))
     return mlp + logits + len(sizes) * layers * LAYER_BYTES

@@ -66,6 +66,27 @@ def test_a_signal_ends_process_1_of_a_container_while_the_model_loads() -> None:
         assert process.wait(20) == 128 + signal.SIGTERM
 
 
+def test_an_interrupt_during_the_warm_up_prints_no_traceback() -> None:
+    code = (
+        "import os, sys, torch; sys.argv = ['llmsched', 'serve', 'demo', '--port', '0']\n"
+        "from llmsched.engine import build\n"
+        "from llmsched.engine.threads import in_a_thread\n"
+        "def warm_up():\n"
+        "    os.write(1, b'warming up\\n')\n"
+        "    while True: torch.ones(300, 300) @ torch.ones(300, 300)\n"
+        "build.build_engine = lambda *_: in_a_thread(warm_up, 'warm-up')\n"
+        "from llmsched.cli.main import main; main()"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "warming up\n" in process.stdout
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 128 + signal.SIGINT
+        assert process.stderr.read() == ""
+
+
 def test_the_environment_is_prepared_before_torch_is_imported() -> None:
     code = (
         "import os, sys; import llmsched.cli.main as cli; sys.argv = ['llmsched', '--version'];"

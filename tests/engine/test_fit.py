@@ -39,6 +39,7 @@ class FakeExecutor:
 
     context: int = 300 * MIB
     graphs: int = 100 * MIB
+    driver_keeps: int = 0  # of the memory of dropped graphs
     kept: int = 40 * MIB
     late: int = 0
     full: float = float("inf")
@@ -50,6 +51,10 @@ class FakeExecutor:
     has_graphs: bool = False
 
     @property
+    def num_blocks(self) -> int:
+        return self.blocks
+
+    @property
     def kv_cache_bytes(self) -> int:
         return self.blocks * self.block_bytes
 
@@ -57,8 +62,8 @@ class FakeExecutor:
         return self.weights + self.kv_cache_bytes + self.kept
 
     def used_bytes(self) -> int:
-        late = self.late if self.reserved else 0
-        held = self.graphs if self.has_graphs else 0
+        late = self.late if len(self.reserved) > 1 else 0
+        held = self.graphs if self.has_graphs else self.driver_keeps if self.captured else 0
         return self.reserved_bytes() + self.context + held + late + GPU.used_by_others
 
     def reserve_host(self, num_host_blocks: int) -> None:
@@ -91,11 +96,12 @@ def blocks_beside(plan: MemoryPlan, executor: FakeExecutor, activations: int) ->
     return (plan.budget_bytes - fixed) // plan.block_bytes
 
 
-def test_kv_takes_what_is_left_after_the_measured_parts() -> None:
-    executor = FakeExecutor()
+@pytest.mark.parametrize("driver_keeps", [0, 60 * MIB, 100 * MIB])
+def test_kv_takes_what_is_left_after_the_measured_parts(driver_keeps: int) -> None:
+    executor = FakeExecutor(driver_keeps=driver_keeps)
     before, plan, measured = fit(executor)
     assert plan.num_blocks == blocks_beside(plan, executor, before.activation_bytes) > before.num_blocks
-    assert executor.reserved == [plan.num_blocks]
+    assert executor.reserved == [256, plan.num_blocks]
     assert len(executor.captured) == 2
     assert (plan.graph_bytes, plan.context_bytes) == (before.graph_bytes, before.context_bytes), "still the prediction"
     assert (measured.context, measured.graphs) == (executor.context, CapturedGraphs(8, 128, 1.0, executor.graphs))
@@ -108,9 +114,9 @@ def test_activations_that_take_more_than_planned_leave_less_for_kv() -> None:
 
 
 def test_blocks_that_do_not_fit_are_planned_again_once() -> None:
-    executor = FakeExecutor(late=90 * MIB)
+    executor = FakeExecutor(late=90 * MIB, driver_keeps=30 * MIB)
     _, plan, measured = fit(executor)
-    first, second = executor.reserved
+    _, first, second = executor.reserved
     assert first - 46 <= second == plan.num_blocks < first
     assert measured.context == executor.context
     used = executor.used_bytes() - executor.kept - GPU.used_by_others
@@ -121,16 +127,17 @@ def test_blocks_that_do_not_fit_are_planned_again_once() -> None:
 def test_running_out_of_memory_lowers_the_number_of_blocks_once() -> None:
     executor = FakeExecutor(full=3000)
     _, plan, _ = fit(executor)
-    first, second = executor.reserved
+    _, first, second = executor.reserved
     assert second == plan.num_blocks == first - 1 - build.SPARE_BYTES // plan.block_bytes
     with pytest.raises(torch.OutOfMemoryError):
-        fit(FakeExecutor(full=1))
+        fit(FakeExecutor(full=257))
 
 
 def test_a_chosen_number_of_blocks_stays() -> None:
     executor = FakeExecutor(context=2 * GIB, late=GIB)
     _, plan, _ = fit(executor, num_gpu_blocks_override=2000)
-    assert executor.reserved == [plan.num_blocks] == [2000]
+    assert executor.reserved == [256, 2000]
+    assert plan.num_blocks == 2000
 
 
 def test_a_context_that_was_lowered_to_what_fits_is_chosen_again() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import _thread
 import threading
 
 import pytest
@@ -24,3 +25,18 @@ def test_a_late_result_is_lost() -> None:
     with pytest.raises(TimeoutError):
         in_a_thread(gate.wait, "late", timeout_s=0.001)
     gate.set()
+
+
+def test_an_interrupt_ends_the_thread() -> None:
+    """Otherwise the thread would compute while the interpreter ends."""
+    threads: list[threading.Thread] = []
+
+    def compute() -> None:
+        threads.append(threading.current_thread())
+        _thread.interrupt_main()
+        while True:
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        in_a_thread(compute, "name")
+    assert not threads[0].is_alive()

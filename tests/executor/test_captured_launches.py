@@ -16,11 +16,11 @@ from stepping import make_sequence
 from tiny_models import ARCHITECTURES, build_model
 
 from llmsched.engine.executor.base import ScheduledRow
-from llmsched.engine.executor.graphs import DecodeGraphs, Recording
+from llmsched.engine.executor.graphs import DecodeGraphs, ModelInputs
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.kernels import dispatch
 from llmsched.kernels.triton import expert_ops, ops
-from llmsched.kernels.triton.tiling import Gpu
+from llmsched.kernels.triton.tiling import Gpu, Join
 
 KERNELS = [(module, name) for module in (ops, expert_ops) for name in vars(module) if name.endswith("_kernel")]
 #: Architectures that only the fused decoder computes.
@@ -67,21 +67,31 @@ def test_launches_are_the_same_for_all_contexts(arch: str, impl: Any, monkeypatc
         monkeypatch.setattr(module, name, Kernel(name, launches))
     monkeypatch.setattr(ops, "gpu_properties", lambda _: Gpu(132, 90))
     monkeypatch.setattr(dispatch, "load_backend", lambda _: ops)
-    monkeypatch.setattr(DecodeGraphs, "check", lambda *_: None)
+    checked_with_joins = []
+
+    def check(_: DecodeGraphs, inputs: ModelInputs) -> None:
+        works = [launch for layer in inputs.context.works for launch in layer]
+        if any(launch.joins[:, Join.NUM_QUERIES].any() for launch in works):
+            checked_with_joins.append(len(inputs.input_ids))
+
+    monkeypatch.setattr(DecodeGraphs, "check", check)
     if executor.model_impl == "fused":
         monkeypatch.setattr(executor._model, "_kernels", ops)
     passes: list[Launches] = []
 
-    def record(run: Callable[[], torch.Tensor]) -> Recording:
+    def record(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
         def replay() -> None:
             launches.clear()
             run()
             passes.append([*launches])
 
-        return Recording(replay, run())
+        run()
+        return replay
 
     executor._buffers = PoisonedBuffers(executor.device, 1 << 16)
     assert executor.capture(SIZE, LENGTH, record=record) is not None
+    if any(shape.window is None for shape in executor._model.attention):
+        assert checked_with_joins == [4, 2, 1]
     graphs, found = executor._graphs, {}
     assert graphs is not None
     for contexts in ([1, 1, 1, 1], [LENGTH, 3, 1, 80], [300, LENGTH, LENGTH], [7, 7, 7, LENGTH]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from stepping import Stepper, make_sequence
 from tiny_models import build_model
 
 from llmsched.engine.executor.buffers import StepBuffers
-from llmsched.engine.executor.graphs import NotCapturableError, NothingWaits, Recording, cuda_recorder
+from llmsched.engine.executor.graphs import NotCapturableError, NothingWaits, cuda_recorder
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.graph_memory import graph_sizes
 from llmsched.kernels.dispatch import num_compiled
@@ -55,19 +56,43 @@ def test_padding_writes_no_keys_and_values() -> None:
         assert {(block, cell) for block, _, cell, _ in (tensor != 7).nonzero().tolist()} == written
 
 
-def replay_nothing(run: Callable[[], torch.Tensor]) -> Recording:
-    """Return a recording that ignores later changes of the inputs."""
-    return Recording(lambda: None, run())
+def test_all_graphs_put_their_logits_in_one_tensor() -> None:
+    executor = make_executor()
+    capture_fake_graphs(executor, MAX_ROWS, LENGTH)
+    graphs = executor._graphs
+    assert graphs is not None
+    with torch.inference_mode():
+        found = [graphs.run(executor._decode_inputs(size, 2)) for size in graphs.sizes]
+    assert {logits.data_ptr() for logits in found} == {found[0].data_ptr()}
+    assert found[0].untyped_storage().nbytes() == MAX_ROWS * executor.vocab_size * 4
 
 
-def not_permitted(run: Callable[[], torch.Tensor]) -> Recording:
+def test_garbage_is_not_collected_during_a_capture() -> None:
+    executor, enabled = make_executor(), []
+
+    def record(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        enabled.append(gc.isenabled())
+        return replay_nothing(run)
+
+    assert executor.capture(4, LENGTH, record=record) is None
+    assert enabled == [False]
+    assert gc.isenabled()
+
+
+def replay_nothing(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    """Return a replay that ignores later changes of the inputs."""
+    run()
+    return lambda: None
+
+
+def not_permitted(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
     try:
         raise RuntimeError("operation not permitted when stream is capturing")
     finally:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def out_of_memory(run: Callable[[], torch.Tensor]) -> Recording:
+def out_of_memory(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
@@ -152,10 +177,8 @@ def test_captures_on_a_gpu_share_a_pool_and_a_stream(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: told.append(where), raising=False)
     stream: Any = Stream()
     record = cuda_recorder(stream)
-    recordings = [record(lambda: IDS), record(lambda: IDS + 1)]
-    for recording in recordings:
-        recording.replay()
-    assert [recording.output.tolist() for recording in recordings] == [[3, 1, 2], [4, 2, 3]]
+    for replay in [record(lambda: IDS), record(lambda: IDS)]:
+        replay()
     assert told == [{"pool": "pool", "stream": stream, "capture_error_mode": "thread_local"}] * 2
     assert len(replays) == 2
     ending.append(RuntimeError("capture was invalidated"))
