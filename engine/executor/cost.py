@@ -9,7 +9,7 @@ import numpy as np
 
 from llmsched.engine.executor.base import StepPlan
 
-#: Number of steps after which a step's weight in the fit of StepTimeModel has halved.
+#: Number of steps of one shape after which the weight of an earlier one in the fit of StepTimeModel has halved.
 HALF_LIFE = 200
 #: StepTimeModel is fitted again after every step at first, and later after every REFIT-th.
 REFIT = 4
@@ -125,6 +125,9 @@ class StepTimeModel:
     """Model of the time of a step, fitted by least squares to the steps of the running engine:
 
     seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens
+
+    A step replaces only what earlier steps said about its own shape. So after any number of decodes, the model still
+    knows how long prefills take.
     """
 
     def __init__(self) -> None:
@@ -134,7 +137,7 @@ class StepTimeModel:
         self._gram = np.zeros((4, 4))
         self._moment = np.zeros(4)
         self._coefficients: np.ndarray | None = None
-        self._forget = 0.5 ** (1 / HALF_LIFE)
+        self._forget = 1 - 0.5 ** (1 / HALF_LIFE)
         self.num_steps = 0
 
     @property
@@ -143,8 +146,13 @@ class StepTimeModel:
 
     def learn(self, shape: StepShape, seconds: float) -> None:
         x = self._terms(shape)
-        self._gram = self._gram * self._forget + np.outer(x, x)
-        self._moment = self._moment * self._forget + x * seconds
+        known = self._gram @ x
+        if (weight := float(x @ known)) > 0:
+            # Directional forgetting (Cao and Schwartz, Automatica 36, 2000) leaves the solution of the fit as it is.
+            self._moment -= known * (self._forget * float(x @ self._moment) / weight)
+            self._gram -= np.outer(known, known * (self._forget / weight))
+        self._gram += np.outer(x, x)
+        self._moment += x * seconds
         self.num_steps += 1
         if self.num_steps < 8 * REFIT or self.num_steps % REFIT == 0:
             self._coefficients = None

@@ -105,7 +105,7 @@ class Admission:
         for request in self._waiting.short_ones(EXTRA_OFFERS):
             if lane <= 0 or (scarce and self._lane_places < 1.0) or self.is_full:
                 break
-            if self._admit(request):
+            if self._admit(request, min(lane, step.left)):
                 self._lane_places -= scarce
                 lane -= step.give(request, lane)
                 admitted.append(request)
@@ -119,7 +119,7 @@ class Admission:
         for offer in self._waiting.offers(places + EXTRA_OFFERS, self._bonus, self._config.cache_bonus):
             if step.left <= 0 or self.is_full:
                 return
-            if self._admit(offer.request):
+            if self._admit(offer.request, step.left):
                 self._waiting.count_taken(offer)
                 self._lane_places = min(1.0, self._lane_places + self._lane_ratio)
                 step.give(offer.request, step.left)
@@ -128,13 +128,13 @@ class Admission:
         if epoch == self._epoch and step.left > 0 and not self._try_again:
             self._stuck_epoch, self._stuck_available = epoch, self._kv.pool.num_available
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: Request, left: int) -> bool:
         if self.is_full:
             return False
         if request in self._excluded:
             self._try_again = True
             return False
-        if not self.backfill.may_pass(request):
+        if not self.backfill.may_pass(request, left):
             return False
         hit = self._kv.prefix_cache.find(request)
         coming = 0 if request.swapped is not None else self._kv.prefix_cache.num_coming(request, hit)

@@ -26,23 +26,26 @@ class Backfill:
         self._ledger = ledger
         self._predictor = predictor
         self._max_passes = config.max_passes
-        self._prefill_per_step = config.max_num_batched_tokens
+        #: Tokens that the latest step with decodes left for prefills. Later steps are assumed to leave as many.
+        self.prefill_per_step = config.max_num_batched_tokens
         self._reserved: Request | None = None
         self._steps_left = 0  # until the reserved request is predicted to fit
 
     def new_step(self) -> None:
         self._steps_left -= 1
 
-    def may_pass(self, request: Request) -> bool:
-        """Return True if the request may be admitted now although requests ahead of it wait."""
+    def may_pass(self, request: Request, left: int) -> bool:
+        """Return True if the request may be admitted now although requests ahead of it wait.
+
+        `left` is the number of its tokens that the present step can compute.
+        """
         first, reserved = self._waiting.first, self._reserved
         if first is not request and first.num_passed >= self._max_passes:
             reason = "the first request in the queue has already been overtaken max_passes times"
         elif reserved is None or request.rank <= reserved.rank:
             return True
         else:
-            steps = -(-request.num_tokens // self._prefill_per_step) + self._predictor.remaining(request)
-            if reserved.num_passed < self._max_passes and steps <= self._steps_left:
+            if reserved.num_passed < self._max_passes and self._num_steps(request, left) <= self._steps_left:
                 return True
             reason = "memory is reserved for a request ahead of it"
         self._ledger.note(request.request_id, "held back", reason=reason)
@@ -53,11 +56,20 @@ class Backfill:
         if self._reserved is not None and request.rank > self._reserved.rank:
             return
         self._reserved, self._steps_left = request, 0
-        for remaining, blocks in sorted((self._predictor.remaining(r), r.table.num_blocks) for r in running):
-            self._steps_left = remaining
+        left = self.prefill_per_step
+        for num_steps, blocks in sorted((self._num_steps(r, left), r.table.num_blocks) for r in running):
+            self._steps_left = num_steps
             missing_blocks -= blocks
             if missing_blocks <= 0:
                 break
+
+    def _num_steps(self, request: Request, left: int) -> int:
+        """Return the number of steps until the request is predicted to end, if this step computes `left` tokens of it.
+
+        The step that computes the rest of the prompt computes the first token of the output too.
+        """
+        later = max(0, request.num_tokens - request.num_computed_tokens - left)
+        return -(-later // self.prefill_per_step) + self._predictor.remaining(request)
 
     def admitted(self, request: Request) -> None:
         """Record that a request is being admitted. Call this while the request is still in the queue."""

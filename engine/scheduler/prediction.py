@@ -19,6 +19,8 @@ from llmsched.engine.request import FinishReason, Request
 #: Number of finished outputs remembered per priority, and number needed to predict from them.
 WINDOW = 512
 MIN_SAMPLES = 16
+#: Number of priorities remembered: those of the latest finished outputs. Clients may send any number as priority.
+MAX_PRIORITIES = 64
 #: The predicted length is this quantile of the lengths of longer finished outputs.
 QUANTILE = 0.65
 #: Standard deviations added to the mean number of held tokens.
@@ -29,6 +31,7 @@ HORIZON_POINTS = 16
 Tokens: TypeAlias = npt.NDArray[np.int64]
 
 _TOKEN_IDS, _PROMPT = attrgetter("token_ids"), attrgetter("num_prompt_tokens")
+_NOTHING: tuple[deque[int], list[int]] = (deque(), [])
 
 
 class Outlook(NamedTuple):
@@ -64,16 +67,17 @@ class OutputPredictor:
 
     def __init__(self, method: Prediction) -> None:
         self._method = method
-        self._recent: dict[int, deque[int]] = {}
-        self._sorted: dict[int, list[int]] = {}
+        #: By priority: lengths in the order in which outputs finished, and sorted.
+        self._lengths: dict[int, tuple[deque[int], list[int]]] = {}
 
     def learn(self, request: Request) -> None:
         """Remember a finished request's output length, unless the request was aborted, failed or ignores EOS tokens."""
         ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
         if not ended or request.sampling.ignore_eos:
             return
-        recent = self._recent.setdefault(request.priority, deque())
-        ordered = self._sorted.setdefault(request.priority, [])
+        recent, ordered = self._lengths[request.priority] = self._lengths.pop(request.priority, None) or (deque(), [])
+        if len(self._lengths) > MAX_PRIORITIES:
+            del self._lengths[next(iter(self._lengths))]
         recent.append(request.num_output_tokens)
         bisect.insort(ordered, request.num_output_tokens)
         if len(recent) > WINDOW:
@@ -82,7 +86,7 @@ class OutputPredictor:
     def remaining(self, request: Request) -> int:
         """Return how many more tokens the request is predicted to generate, at least 1."""
         limit, done = request.sampling.max_tokens, request.num_output_tokens
-        ordered = self._sorted.get(request.priority, [])
+        _, ordered = self._lengths.get(request.priority, _NOTHING)
         learned = self._method == "learned" and not request.sampling.ignore_eos
         if learned and len(ordered) >= MIN_SAMPLES and ordered[-1] > done:
             longer = bisect.bisect_right(ordered, done)
@@ -95,7 +99,7 @@ class OutputPredictor:
         limit = np.fromiter((request.sampling.max_tokens for request in requests), np.int64, len(requests))
         learned = []
         for priority in {request.priority for request in requests}:
-            ordered = self._sorted.get(priority, [])
+            _, ordered = self._lengths.get(priority, _NOTHING)
             if self._method == "learned" and len(ordered) >= MIN_SAMPLES:
                 alike = (request.priority == priority and not request.sampling.ignore_eos for request in requests)
                 mask = np.fromiter(alike, np.bool_, len(requests)) & (done < ordered[-1])

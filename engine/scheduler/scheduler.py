@@ -160,6 +160,8 @@ class Scheduler:
             elif uncomputed:
                 behind.append(request)
         budget = self.pacer.next_budget(decodes, behind, self.admission.num_startable)
+        if decodes:
+            self.admission.backfill.prefill_per_step = max(1, budget - len(decodes))
         step = StepBuilder(budget, self.kv, self.ledger, self.pacer.pace)
         step.decode(decodes)
         behind.sort(key=lambda r: (r.rank, r.request_id))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from fakes import Harness, assert_right, make_request, tokens
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from llmsched.engine.request import RequestStatus
+from llmsched.engine.request import Request, RequestStatus
+from llmsched.engine.scheduler.token_budget import LEAST_PREFILL
 
 
 def test_requests_pass_one_that_does_not_fit_only_if_they_end_before_its_reserved_start() -> None:
@@ -39,6 +42,53 @@ def test_the_reserved_start_comes_nearer_with_every_step() -> None:
     harness.run()
     assert_right(running, head, late, soon)
     assert head.num_passed == 1
+
+
+PACED = {"budget": 256, "headroom": 0.0, "fast_lane_share": 0.0, "output_prediction": "max_tokens", "target_itl": 0.01}
+
+
+def test_the_steps_of_a_paced_prompt_are_counted() -> None:
+    """Steps take longer than target_itl, so each computes LEAST_PREFILL tokens of prompts."""
+    harness = Harness(24, **PACED)
+    running = harness.add(make_request("running", tokens(100), 50, arrival=0.0))
+    for _ in range(20):
+        harness.step()
+    head = harness.add(make_request("head", tokens(300, seed=1), 10, arrival=20.0))
+    long = harness.add(make_request("long", tokens(9 * LEAST_PREFILL, seed=2), 24, arrival=21.0))
+    short = harness.add(make_request("short", tokens(LEAST_PREFILL, seed=3), 24, arrival=22.0))
+    harness.step()
+    assert (short.status, long.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+    harness.run()
+    assert_right(running, head, long, short)
+    assert head.first_scheduled_time == 50.0
+
+
+sizes = st.tuples(st.integers(1, 250), st.integers(1, 60))
+
+
+@settings(max_examples=40, deadline=None)
+@given(first=st.lists(sizes, min_size=1, max_size=3), later=st.lists(sizes, max_size=6), paced=st.booleans())
+def test_the_reserved_start_is_as_early_as_without_requests_that_pass(
+    first: list[tuple[int, int]], later: list[tuple[int, int]], paced: bool
+) -> None:
+    def start(later: list[tuple[int, int]]) -> float:
+        harness = Harness(24, **PACED | ({} if paced else {"target_itl": None}))
+        for number, (length, output) in enumerate(first):
+            harness.add(make_request(f"first{number}", tokens(length, seed=number), output))
+        for _ in range(10):
+            harness.step()
+        head = harness.add(make_request("head", tokens(380, seed=5), 3, arrival=10.0))
+        requests: list[Request] = []
+        for number, (length, output) in enumerate(later):
+            request = make_request(f"later{number}", tokens(length, seed=10 + number), output, arrival=11.0)
+            requests.append(harness.add(request))
+        harness.run()
+        assert_right(head, *requests)
+        assume(not harness.scheduler.counters.num_preemptions)  # the forecast of memory counts whole blocks in sum only
+        assert head.first_scheduled_time is not None
+        return head.first_scheduled_time
+
+    assert start(later) <= start([])
 
 
 def test_memory_is_reserved_for_the_first_that_does_not_fit_not_for_the_last() -> None:

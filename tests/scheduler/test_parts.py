@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from configs import resolved
 from fakes import Harness, assert_right, make_request, tokens
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsched.engine.executor.base import ObservedExecutor, StepPlan, StepResult
 from llmsched.engine.executor.cost import StepShape, StepTimeModel
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.request import FinishReason, RequestStatus
+from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.ledger import MAX_ENTRIES, MAX_REQUESTS, Ledger
 from llmsched.engine.scheduler.prediction import (
+    MAX_PRIORITIES,
     MIN_SAMPLES,
     WINDOW,
     OutputPredictor,
@@ -145,8 +147,8 @@ def test_what_a_chunk_gives_back_lets_others_in_though_nobody_has_come_or_gone()
     assert_right(long, short)
 
 
-def ended(length: int, max_tokens: int = 1000) -> object:
-    request = make_request("r", [1] * 4, max_tokens)
+def ended(length: int, max_tokens: int = 1000, priority: int = 0) -> Request:
+    request = make_request("r", [1] * 4, max_tokens, priority=priority)
     request.sampling = type(request.sampling)(max_tokens=max_tokens)
     request.token_ids += [1] * length
     request.finish_reason = FinishReason.STOP
@@ -156,21 +158,21 @@ def ended(length: int, max_tokens: int = 1000) -> object:
 def test_prediction_is_a_quantile_of_those_that_got_as_far() -> None:
     predictor = OutputPredictor("learned")
     fresh = ended(0)
-    assert predictor.remaining(fresh) == 1000, "nothing learned yet: max_tokens"  # type: ignore[arg-type]
+    assert predictor.remaining(fresh) == 1000, "nothing learned yet: max_tokens"
     for length in range(1, 101):
-        predictor.learn(ended(length))  # type: ignore[arg-type]
-    assert predictor.remaining(fresh) == 65  # type: ignore[arg-type]
-    assert predictor.remaining(ended(60)) == 86 - 60  # type: ignore[arg-type]
-    assert predictor.remaining(ended(200)) == 800, "longer than all seen: max_tokens"  # type: ignore[arg-type]
-    assert predictor.remaining(ended(0, max_tokens=30)) == 30  # type: ignore[arg-type]
+        predictor.learn(ended(length))
+    assert predictor.remaining(fresh) == 65
+    assert predictor.remaining(ended(60)) == 86 - 60
+    assert predictor.remaining(ended(200)) == 800, "longer than all seen: max_tokens"
+    assert predictor.remaining(ended(0, max_tokens=30)) == 30
 
 
 def test_survival_is_the_share_of_those_that_got_further() -> None:
     predictor = OutputPredictor("learned")
     for length in range(1, 101):
-        predictor.learn(ended(length))  # type: ignore[arg-type]
+        predictor.learn(ended(length))
     steps = np.array([1, 10, 40, 41])
-    alive = predictor.outlook([ended(0), ended(60), ended(60, max_tokens=70)]).survival(steps)  # type: ignore[list-item]
+    alive = predictor.outlook([ended(0), ended(60), ended(60, max_tokens=70)]).survival(steps)
     assert alive[0] == pytest.approx([1.0, 0.91, 0.61, 0.6])
     assert alive[1] == pytest.approx([1.0, 31 / 40, 1 / 40, 0.0])
     assert alive[2] == pytest.approx([1.0, 31 / 40, 0.0, 0.0])
@@ -198,11 +200,22 @@ def test_what_is_learned_is_the_latest_and_of_those_that_ended_by_themselves() -
     ignoring.finish_reason = FinishReason.LENGTH
     for _ in range(WINDOW):
         predictor.learn(ignoring)
-    assert predictor.remaining(ended(0)) == 1000, "they would have gone on for ever"  # type: ignore[arg-type]
+    assert predictor.remaining(ended(0)) == 1000, "they would have gone on for ever"
     for length in [500] * WINDOW + [20] * WINDOW:
-        predictor.learn(ended(length))  # type: ignore[arg-type]
-    assert predictor.remaining(ended(0)) == 20  # type: ignore[arg-type]
-    assert predictor.remaining(ended(20)) == 980, "the others are forgotten"  # type: ignore[arg-type]
+        predictor.learn(ended(length))
+    assert predictor.remaining(ended(0)) == 20
+    assert predictor.remaining(ended(20)) == 980, "the others are forgotten"
+
+
+def test_lengths_are_kept_for_the_latest_priorities() -> None:
+    predictor = OutputPredictor("learned")
+    kept = 10
+    for priority in range(MAX_PRIORITIES + 5):
+        for _ in range(MIN_SAMPLES):
+            predictor.learn(ended(20, priority=priority))
+            predictor.learn(ended(20, priority=kept))
+    known = [p for p in range(MAX_PRIORITIES + 5) if predictor.remaining(ended(0, priority=p)) == 20]
+    assert known == [*range(5, MAX_PRIORITIES + 5)]
 
 
 def test_the_scheduler_learns_from_those_that_end() -> None:
@@ -220,8 +233,8 @@ def test_the_scheduler_learns_from_those_that_end() -> None:
 def test_prediction_needs_enough_samples_with_output(length: int, count: int) -> None:
     predictor = OutputPredictor("learned")
     for _ in range(count):
-        predictor.learn(ended(length))  # type: ignore[arg-type]
-    assert predictor.remaining(ended(0)) == 1000  # type: ignore[arg-type]
+        predictor.learn(ended(length))
+    assert predictor.remaining(ended(0)) == 1000
 
 
 def test_step_time_model_finds_the_coefficients() -> None:
@@ -231,6 +244,35 @@ def test_step_time_model_finds_the_coefficients() -> None:
         model.learn(shape, 0.004 + 20e-6 * shape.prefill_tokens + 50e-6 * shape.decode_seqs + 1e-7 * shape.kv_tokens)
     assert model.predict(StepShape(256, 32, 5000)) == pytest.approx(0.004 + 0.00512 + 0.0016 + 0.0005, rel=0.02)
     assert model.prefill_tokens_within(0.010, 32, 5000) == pytest.approx(195, abs=6)
+
+
+def seconds(shape: StepShape, decode: float = 1.0) -> float:
+    """Return the time of a step. `decode` multiplies the part that does not depend on prefill tokens."""
+    return decode * (0.012 + 1e-4 * shape.decode_seqs + 2e-7 * shape.kv_tokens) + 4e-5 * shape.prefill_tokens
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 64), st.integers(100, 2000))
+def test_step_time_model_remembers_prefills_during_decodes(seed: int, most_seqs: int, most_context: int) -> None:
+    model, random = StepTimeModel(), Random(seed)
+    whole = StepShape(2048, most_seqs, most_seqs * most_context // 2)
+
+    def learn(count: int, prefills: tuple[int, ...], decode: float = 1.0) -> None:
+        for _ in range(count):
+            seqs = random.randint(1, most_seqs)
+            shape = StepShape(random.choice(prefills), seqs, seqs * random.randint(100, most_context))
+            model.learn(shape, seconds(shape, decode) * random.uniform(0.9, 1.1))
+
+    learn(300, (0, 0, 16, 200, 512, 2048))
+    before = model.predict(whole)
+    assert before == pytest.approx(seconds(whole), rel=0.1)
+    learn(10_000, (0,))
+    assert model.predict(whole) == pytest.approx(before, rel=0.1)
+    learn(800, (0,), decode=2.0)
+    decodes = StepShape(0, most_seqs, most_seqs * most_context // 2)
+    assert model.predict(decodes) == pytest.approx(seconds(decodes, 2.0), rel=0.1)
+    learn(800, (0, 512, 2048))
+    assert model.predict(whole) == pytest.approx(seconds(whole), rel=0.1)
 
 
 def test_pacer_sizes_steps_only_with_a_target_a_model_and_decodes() -> None:
