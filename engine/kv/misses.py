@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from llmsched.engine.kv.prefix_tree import PrefixHit, PrefixNode, PrefixTree, encode
 from llmsched.engine.request import Request
 
-#: Number of evicted blocks that are remembered.
-MAX_GHOSTS = 1 << 15
+#: Most evicted nodes that are remembered, with 16 bytes each.
+MAX_GHOSTS = 1 << 16
 #: Number of other salts that are searched for a prefix.
 MAX_SALTS = 64
 
@@ -45,14 +47,13 @@ class Misses:
         self.counts: Counter[MissKind] = Counter()
         self.watch = PromptWatch()
         self._prefixes = prefixes
-        self._ghosts: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
+        #: Path hashes of evicted nodes, and when they were evicted. The index is the path hash modulo MAX_GHOSTS.
+        self._ghosts, self._evicted_at = np.zeros(MAX_GHOSTS, np.int64), np.zeros(MAX_GHOSTS)
 
     def evicted(self, node: PrefixNode, now: float) -> None:
-        """Remember that `node` was evicted at time `now`. Only the last MAX_GHOSTS evicted nodes are remembered."""
-        self._ghosts[node.path_hash] = (node.key, now)
-        self._ghosts.move_to_end(node.path_hash)
-        if len(self._ghosts) > MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
+        """Remember that `node` was evicted at time `now`, and forget the node at the same index."""
+        index = node.path_hash % MAX_GHOSTS
+        self._ghosts[index], self._evicted_at[index] = node.path_hash, now
 
     def skipped(self) -> Miss:
         """Count and return the miss of a request that does not look anything up in the cache."""
@@ -82,9 +83,9 @@ class Misses:
         if hit.num_alike >= start + size:  # the tokens are in the tree, but their sliding-window blocks are evicted
             return Miss(MissKind.EVICTED, hit.num_tokens)
         key = encode(request.token_ids[start : start + size])
-        known, at = self._ghosts.get(self._prefixes.path_hash(hit.node, salt, key), (b"", 0.0))
-        if known == key:  # the block's tokens are compared; earlier blocks are compared only by a 64-bit hash
-            return Miss(MissKind.EVICTED, hit.num_tokens, now - at)
+        path_hash = self._prefixes.path_hash(hit.node, salt, key)
+        if self._ghosts[index := path_hash % MAX_GHOSTS] == path_hash:
+            return Miss(MissKind.EVICTED, hit.num_tokens, now - float(self._evicted_at[index]))
         if start == 0 and self._prefixes.in_other_salt(salt, key, MAX_SALTS):
             return Miss(MissKind.OTHER_SALT, hit.num_alike)
         diverged = hit.num_alike > start or (hit.node is not None and len(hit.node.children) > 0)

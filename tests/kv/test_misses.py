@@ -66,24 +66,13 @@ def test_evicted_some_time_ago() -> None:
     assert classify(driver, tokens(65), salt="other") == Miss(MissKind.COLD, 0)
 
 
-def test_ghost_of_an_equal_hash_is_not_believed() -> None:
-    driver = KVDriver(6)
-    driver.serve(tokens(32))
-    driver.kv.pool.drop_cached()
-    ghosts = driver.kv.prefix_cache.misses._ghosts
-    for path_hash in list(ghosts):
-        ghosts[path_hash] = (b"others", 0.0)
-    assert classify(driver, tokens(32)) == Miss(MissKind.COLD, 0)
-
-
-def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misses, "MAX_GHOSTS", 3)
-    driver = KVDriver(2)
+def test_a_bounded_number_of_evicted_nodes_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misses, "MAX_GHOSTS", 1)
+    driver = KVDriver(1)
     for seed in range(10):
-        driver.serve(tokens(32, seed=seed))
-    assert len(driver.kv.prefix_cache.misses._ghosts) == 3
-    assert classify(driver, tokens(40, seed=8)).kind is MissKind.EVICTED
-    assert classify(driver, tokens(40)).kind is MissKind.COLD
+        driver.serve(tokens(16, seed=seed))
+    kinds = [classify(driver, tokens(17, seed=seed)).kind for seed in range(10)]
+    assert kinds == [MissKind.COLD] * 8 + [MissKind.EVICTED, MissKind.HIT]
 
 
 def test_known_under_another_salt() -> None:
