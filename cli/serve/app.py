@@ -161,7 +161,7 @@ class _ServedModel:
         self._model_name = model_name
         self._writer = TokenWriter(engine.core.tokenizer)
         self._created = int(time.time())
-        self._turns = PreparationTurns()
+        self._turns = PreparationTurns(is_serving=lambda: engine.num_open > 0)
 
     def card(self) -> dict[str, Any]:
         return {

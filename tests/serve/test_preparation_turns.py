@@ -4,30 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
+import threading
 from collections.abc import Iterator
-from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from llmsched.cli.serve.preparation_turns import PreparationTurns
+from llmsched.cli.serve import preparation_turns
+from llmsched.cli.serve.preparation_turns import _MAX_REST_S, PreparationTurns
 
 
-def test_the_thread_of_large_requests_rests_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "others", "rests"),
+    [(0.02, "served", [0.02] * 2), (5.0, "served", [_MAX_REST_S] * 2), (0.02, "prepared", [0.02] * 2), (0.02, "", [])],
+)
+def test_the_thread_of_large_requests_rests_after_each_turn_beside_others(
+    seconds: float, others: str, rests: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step of the engine needs the GIL for each kernel, so parsing without a pause would hold it up."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # one thread for large requests
-    turns: list[tuple[float, float]] = []
+    now, slept = 0.0, []
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        pass_time(seconds)
+
+    monkeypatch.setattr(preparation_turns, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
 
     def parsing() -> Iterator[int]:
-        begun = time.monotonic()
-        time.sleep(0.02)
-        turns.append((begun, time.monotonic()))
-        yield len(turns)
+        pass_time(seconds)
+        yield 1
+
+    large_ones_are_parsed = threading.Event()
+
+    def preparing() -> Iterator[int]:
+        large_ones_are_parsed.wait()
+        yield 1
 
     async def collect() -> None:
-        threads = PreparationTurns()
-        await asyncio.gather(*(threads.collect(parsing(), large=True) for _ in range(5)))
+        threads = PreparationTurns(lambda: others == "served")
+        if others == "prepared":
+            small = asyncio.create_task(threads.collect(preparing(), large=False))
+            await asyncio.sleep(0)
+        await asyncio.gather(*(threads.collect(parsing(), large=True) for _ in range(2)))
+        large_ones_are_parsed.set()
+        if others == "prepared":
+            assert await small == [1]
 
     asyncio.run(collect())
-    for (begun, ended), (next_begun, _) in pairwise(turns):
-        assert next_begun - ended >= ended - begun
+    assert slept == pytest.approx(rests)
