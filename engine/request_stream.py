@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import RequestOutput
@@ -90,8 +91,9 @@ class OpenStreams(dict[str, RequestStream]):
         self[stream.request_id] = stream
         self.idle.clear()
 
-    def deliver(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
+    def deliver(self, steps: list[list[RequestOutput]]) -> None:
+        """Hand the outputs of one or more steps to their streams, those of one choice as one output."""
+        for output in steps[0] if len(steps) == 1 else _merged(steps):
             if (stream := self.get(output.request_id)) is not None:
                 stream.deliver(output)
                 self._close_if_finished(stream)
@@ -106,6 +108,14 @@ class OpenStreams(dict[str, RequestStream]):
             del self[stream.request_id]
             if not self:
                 self.idle.set()
+
+
+def _merged(steps: list[list[RequestOutput]]) -> Iterable[RequestOutput]:
+    outputs: dict[tuple[str, int], RequestOutput] = {}
+    for output in chain.from_iterable(steps):
+        if (earlier := outputs.setdefault((output.request_id, output.index), output)) is not output:
+            _merge(earlier, output)
+    return outputs.values()
 
 
 def _merge(into: RequestOutput, new: RequestOutput) -> None:

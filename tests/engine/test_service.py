@@ -172,9 +172,27 @@ async def test_an_output_that_is_not_passed_on_is_read(it: Service) -> None:
         return next(answers)  # raises StopIteration at the third output
 
     stream.pass_on = pass_on
-    it.executor.run_freely()
+    for _ in range(6):
+        await it.begun()
+        it.executor.allow()
     outputs = await read(stream)
     assert [token for output in outputs for token in output.token_ids] == [98, 99, 100, 101, 102]
+
+
+@scenario()
+async def test_outputs_that_a_busy_event_loop_delivers_late_are_passed_on_as_one(it: Service) -> None:
+    stream, passed_on = it.submit("a", max_tokens=6), []
+
+    def pass_on(output: RequestOutput) -> bool:
+        passed_on.append(output.token_ids)
+        return False
+
+    stream.pass_on = pass_on
+    it.executor.run_freely()
+    while len(it.service._outbox) < 6:
+        time.sleep(0)  # the event loop must not run
+    assert [output.num_output_tokens for output in await read(stream)] == [6]
+    assert passed_on == [[97, 98, 99, 100, 101, 102]]
 
 
 @scenario()
