@@ -75,7 +75,8 @@ class OutputPredictor:
         ended = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and request.num_output_tokens > 0
         if not ended or request.sampling.ignore_eos:
             return
-        recent, ordered = self._lengths[request.priority] = self._lengths.pop(request.priority, None) or (deque(), [])
+        recent, ordered = self._lengths.pop(request.priority, (deque[int](), list[int]()))
+        self._lengths[request.priority] = recent, ordered  # last, as the latest
         if len(self._lengths) > MAX_PRIORITIES:
             del self._lengths[next(iter(self._lengths))]
         recent.append(request.num_output_tokens)
