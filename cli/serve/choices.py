@@ -114,6 +114,10 @@ class ChoiceFormat(ABC):
     @abstractmethod
     def has_logprobs(self) -> bool: ...
 
+    def usage_details(self) -> dict[str, int]:
+        """Return {name: tokens} of kinds of output tokens."""
+        return {}
+
     def opening(self) -> Iterable[dict[str, Any]]:
         return ()
 
@@ -231,6 +235,12 @@ class ChatFormat(ChoiceFormat):
         output = self.outputs.get(index)
         return (output is None or output.is_plain) and ChoiceFormat.has_only_text(self, index)
 
+    def usage_details(self) -> dict[str, int]:
+        if self.prompts[0].reasoning_end_id is None:
+            return {}
+        counts = (output.num_reasoning_tokens for output in self.outputs.values() if output is not None)
+        return {"reasoning_tokens": sum(counts)}
+
     def opening(self) -> Iterable[dict[str, Any]]:
         for index in range(self.request.n or 1):
             delta = {"role": "assistant", "content": ""}
@@ -251,10 +261,12 @@ class ChatFormat(ChoiceFormat):
         if prompt is not None:
             parser = prompt.make_parser()
             most_calls = 1 if self.request.parallel_tool_calls is False else None
-            self.outputs[delta.index] = None if parser is None else ParsedOutput(parser, most_calls)
+            end = prompt.reasoning_end_id
+            self.outputs[delta.index] = None if parser is None else ParsedOutput(parser, most_calls, end)
         if (parsed := self.outputs[delta.index]) is not None:
             is_last = delta.finish_reason is not None
             delta.reasoning, delta.text, delta.calls = parsed.divide(delta.text, is_last)
+            parsed.count(delta.token_ids)
             if parsed.num_calls and delta.finish_reason == FinishReason.STOP:
                 delta.finish_reason = "tool_calls"
         if self.has_logprobs:

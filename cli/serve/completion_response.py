@@ -180,12 +180,14 @@ class CompletionResponse:
         prompt = sum(len(prompt.token_ids) for prompt in self._format.prompts)
         completion = sum(output.num_output_tokens for output in self._latest.values())
         cached = sum(output.num_cached_tokens for (_, choice), output in self._latest.items() if choice == 0)
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        details = self._format.usage_details()
+        return usage | {"completion_tokens_details": details} if details else usage
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         chunk = self._envelope(self._format.chunk_object, choices)

@@ -26,12 +26,31 @@ class CallDelta:
 
 
 class ParsedOutput:
-    """Output of one choice, divided into reasoning, content and calls. It drops calls after the first `most_calls`."""
+    """Output of one choice, divided into reasoning, content and calls. It drops calls after the first `most_calls`.
 
-    def __init__(self, parser: OutputParser, most_calls: int | None = None) -> None:
+    `reasoning_end` is the id of the token that ends reasoning.
+    """
+
+    def __init__(self, parser: OutputParser, most_calls: int | None, reasoning_end: int | None) -> None:
         self._parser = parser
         self._most_calls = most_calls
+        self._reasoning_end = reasoning_end
+        self._num_tokens = 0  # up to `reasoning_end`
+        self._has_ended = False
         self.num_calls = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._num_tokens if self._parser.has_reasoning else 0
+
+    def count(self, token_ids: list[int]) -> None:
+        """Count the tokens of reasoning, with the one that ends it."""
+        if self._has_ended:
+            return
+        if (end := self._reasoning_end) is not None and end in token_ids:
+            self._has_ended = True
+            token_ids = token_ids[: token_ids.index(end) + 1]
+        self._num_tokens += len(token_ids)
 
     @property
     def is_plain(self) -> bool:

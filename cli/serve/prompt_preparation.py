@@ -36,6 +36,7 @@ class PreparedPrompt:
     text: str | None  # None if the client sent token ids or messages
     sampling: SamplingParams
     make_parser: Callable[[], OutputParser | None] = lambda: None  # for one choice; None: its text is content
+    reasoning_end_id: int | None = None  # the token that ends reasoning; None: there is none
 
 
 class Preparer:
@@ -99,7 +100,7 @@ class Preparer:
         if make_parser() is not None:
             extra["shown_token_ids"] = frozenset(notation.special_ids.values())
         sampling = self._sampling(request, len(token_ids), self._max_model_len, extra)
-        yield PreparedPrompt(token_ids, None, sampling, make_parser)
+        yield PreparedPrompt(token_ids, None, sampling, make_parser, after)
 
     def _effort_options(self, effort: str) -> dict[str, Any]:
         """Return the options that stand for reasoning_effort. Raises RequestError if the chat template has none."""

@@ -266,6 +266,22 @@ def test_reasoning_can_be_turned_off(
     assert message == {"role": "assistant", "refusal": None, **expected}
 
 
+def test_reasoning_tokens_are_counted(make_server: Callable[..., ScriptedServer]) -> None:
+    """The texts around reasoning may be special tokens."""
+    server = make_server(chat_template=THINKING_TEMPLATE, special_tokens=("<think>", "</think>"), **LARGE)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    reasoning = server.ids("Hm, warm.</think>")
+    server.script.alphabet = [*reasoning, *server.ids("Warm."), EOS]
+    counts = []
+    for effort, text in (("high", "Warm."), ("none", "Hm, warm.</think>Warm.")):
+        fields = {"reasoning_effort": effort, "n": 2}
+        assert same(client, **fields)["content"] == text
+        counts.append(ask(client, **fields).usage.completion_tokens_details.reasoning_tokens)
+        *_, last = ask(client, stream=True, stream_options={"include_usage": True}, **fields)
+        assert last.usage.completion_tokens_details.reasoning_tokens == counts[-1]
+    assert counts == [2 * len(reasoning), 0]
+
+
 # -- other models ---------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ FUNCTIONS: dict[str, Any] = {
     "paint": {
         "properties": {"color": {"$ref": "#/$defs/color"}, "coats": {"type": "integer", "minimum": 0, "maximum": 99}},
         "required": ["color"],
-        "additionalProperties": False,
         "$defs": {"color": {"enum": ["red", "blue"]}},
     },
     "wait": {"type": "object", "additionalProperties": False},

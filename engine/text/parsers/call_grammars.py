@@ -19,6 +19,8 @@ _FORCED_IN: Mapping[type[OutputParser], type[OutputParser]] = {
     Qwen3CoderParser: HermesParser,
 }
 _SEPARATORS: Mapping[type[OutputParser], str] = {HermesParser: "\n", Llama3JsonParser: "; "}
+#: Keywords that may declare arguments besides those in `properties`.
+_OTHERS = frozenset({"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"})
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -64,7 +66,7 @@ def _tag(parser: type[OutputParser], name: str, schema: Mapping[str, Any], speci
     def marks(*texts: str) -> list[Mark]:
         return [special_ids.get(text, text) for text in texts]
 
-    schema = {**_ANY_OBJECT, **schema}
+    schema = _closed({**_ANY_OBJECT, **schema})
     if parser is HermesParser:
         return Tag(marks("<tool_call>", "\n"), _call(name, "arguments", schema), marks("\n", "</tool_call>"))
     if parser is Llama3JsonParser:
@@ -76,6 +78,13 @@ def _tag(parser: type[OutputParser], name: str, schema: Mapping[str, Any], speci
     if "[ARGS]" in special_ids:
         return Tag(marks("[TOOL_CALLS]", name, "[ARGS]"), schema)
     return Tag(marks("[TOOL_CALLS]", "["), _call(name, "arguments", schema), ["]"])
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Forbid other arguments than the declared ones, unless the schema says something about them."""
+    if "properties" not in schema or _OTHERS & schema.keys():
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def _call(name: str, arguments: str, schema: Mapping[str, Any]) -> dict[str, Any]:

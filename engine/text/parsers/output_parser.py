@@ -53,6 +53,7 @@ class OutputParser:
     def __init__(self, functions: Functions, thinking: tuple[str, str] | None = None, *, opened: bool = False) -> None:
         self.char = ""  # the next character; "" at the end of the output
         self.is_plain = False  # whatever follows is content
+        self.has_reasoning = False
         self._functions = functions
         self._again: deque[str] = deque()  # characters to read again
         self._read: list[str] = []  # texts that were read since the last part or the beginning of a call
@@ -97,6 +98,7 @@ class OutputParser:
                 yield from self.skip_space()
                 yield from self.expect(start)
                 opened = True
+        self.has_reasoning = opened
         if opened:
             self._begin(Kind.REASONING)
             yield from self.until((end,), self.reasoning)
