@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import openai
 import pytest
+from pydantic import BaseModel
 from scripted import LiveServer
 from tiny_models import build_model, build_tokenizer
 from tokenizers import AddedToken
@@ -123,6 +125,24 @@ def test_a_stream_has_the_same_call(http: httpx.Client) -> None:
     assert [part["name"] for part in parts if "name" in part] == [name]
     assert json.loads("".join(part["arguments"] for part in parts)) == arguments
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+class Paint(BaseModel):
+    """Paint something."""
+
+    color: Literal["red", "blue"]
+
+
+def test_openai_python_parses_the_arguments(server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    fields: Any = {"model": "tiny", "messages": body()["messages"], "reasoning_effort": "none", "logit_bias": BLANKS}
+    fields |= {"tools": [openai.pydantic_function_tool(Paint)], "tool_choice": "required"}
+    answer = client.chat.completions.parse(parallel_tool_calls=False, **fields)
+    parsed = answer.choices[0].message.tool_calls[0].function.parsed_arguments
+    assert isinstance(parsed, Paint)
+    with client.chat.completions.stream(parallel_tool_calls=False, seed=2, **fields) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert [type(event.parsed_arguments) for event in done] == [Paint]
 
 
 def test_tools_beside_a_response_format(http: httpx.Client) -> None:
