@@ -175,6 +175,15 @@ def test_kv_budget_and_serve_plan_the_same(tmp_path: Path) -> None:
     assert "quantised weights (int4)" in dict(start_rows(engine, "tiny"))["model"]
 
 
+@pytest.mark.parametrize(
+    "case", ["fp8 block", "awq", "gptq", "gptq sym", "int4 group", "int4 asym", "ct nvfp4", "ct mxfp4", "nf4", "nvfp4"]
+)
+def test_without_files_the_config_tells_the_bytes(case: str, tmp_path: Path) -> None:
+    save_quantised(tmp_path, case)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert model_weights(None, read_fields(content), 2).count == pytest.approx(planned(tmp_path, 2).count, rel=0.02)
+
+
 def test_half_precision(tmp_path: Path) -> None:
     checkpoint = save_quantised(tmp_path, "fp8 row")
     kept, dense = (load(tmp_path, packed=choice, dtype=torch.bfloat16) for choice in (True, False))
