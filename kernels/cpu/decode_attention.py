@@ -20,7 +20,15 @@ from torch import Tensor
 
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, put, tanh32, to_float32
 from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, barrier, own_part, run, thread_num
-from llmsched.kernels.cpu.vectors import KEYS, WIDTH, add_values, score_keys, widen
+from llmsched.kernels.cpu.vectors import (
+    KEYS,
+    MULTIPLIES_BF16,
+    WIDTH,
+    add_values,
+    score_bf16_keys,
+    score_keys,
+    widen,
+)
 
 MAX_ROW_QUERIES = 16  # queries per sequence; for more, matrix products are faster (measured: from 12 to 24 on)
 SPLIT = 256
@@ -125,6 +133,7 @@ def attend_rows(
 @cache
 def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
     """Compile and return the function that each thread runs."""
+    in_bf16 = MULTIPLIES_BF16 and element == cached == ELEMENTS[torch.bfloat16]
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
@@ -158,7 +167,13 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
                 for d in range(a.head_dim):
                     queries[head, d] = to_float32(query[token, heads.start + head, d])
             scale = a.scale * scales[0, kv_head] if a.scales != 0 else a.scale
-            score_split(queries, keys, table, kv_head, start, stop, scale, weights, key_tile)
+            if in_bf16 and a.head_dim % WIDTH == 0:
+                score_bf16_split(query[token, heads], queries, keys, table, kv_head, start, stop, weights)
+            else:
+                score_split(queries, keys, table, kv_head, start, stop, weights, key_tile)
+            for head in range(group):
+                for i in range(stop - start):
+                    weights[head, i] *= scale
             if a.softcap > 0:
                 cap_scores(weights, stop - start, a.softcap)
             if a.slopes != 0:
@@ -214,10 +229,8 @@ def choose_convert(vectors: Any, number: Any, tile: Any, row: Any) -> Any:
 
 
 @jit()
-def score_split(
-    query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scale: Any, scores: Any, tile: Any
-) -> None:
-    """Set scores[h, p - start] to scale * (query[h] . key at position p), for p from start to stop - 1."""
+def score_split(query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scores: Any, tile: Any) -> None:
+    """Set scores[h, p - start] to query[h] . key at position p, for p from start to stop - 1."""
     for begin in range(start, stop, TILE):
         end = min(begin + TILE, stop)
         convert_tile(keys, table, kv_head, begin, end, stop, tile)
@@ -233,8 +246,33 @@ def score_split(
                     total += query[head, d] * tile[key, d]
                 scores[head, begin - start + key] = total
                 key += 1
-            for i in range(begin - start, end - start):
-                scores[head, i] *= scale
+
+
+@jit()
+def score_bf16_split(
+    bits: Any, query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scores: Any
+) -> None:
+    """Do the same as `score_split`. `keys` and `bits`, the queries, are bfloat16."""
+    block_size = keys.shape[2]
+    last_block = (stop - 1) // block_size
+    for block in range(start // block_size, last_block + 1):
+        first = block * block_size
+        vectors = keys[table[block], kv_head]
+        ahead = keys[table[min(block + 1, last_block)], kv_head]
+        low, high = max(start - first, 0), min(stop - first, block_size)
+        prefetch_rows(ahead, 0, high)
+        if high - low < KEYS:
+            for head in range(query.shape[0]):
+                for key in range(low, high):
+                    total = np.float32(0)
+                    for d in range(query.shape[1]):
+                        total += query[head, d] * to_float32(vectors[key, d])
+                    scores[head, first + key - start] = total
+        else:
+            for begin in range(low, high, KEYS):
+                key = min(begin, high - KEYS)  # some of the last keys are computed twice
+                for head in range(query.shape[0]):
+                    score_bf16_keys(bits, head, vectors, key, scores, first + key - start)
 
 
 @jit()

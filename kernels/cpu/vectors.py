@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -23,6 +24,10 @@ WIDTH = 64  # numbers of an output that stay in registers
 FLOAT, VECTOR = ir.FloatType(), ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(ir.IntType(32), LANES)
 _FLAGS = ("contract",)  # a product and a sum may become one instruction
+#: Instruction that adds products of two vectors of bfloat16 to float32. The vectors hold two numbers in 32 bits.
+_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
+#: True if the CPU has this instruction.
+MULTIPLIES_BF16 = bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -68,6 +73,40 @@ def score_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, 
             x = load(builder, query_row, d)
             for row, total in zip(rows, sums, strict=True):
                 builder.store(multiply_add(builder, x, load(builder, row, d), builder.load(total)), total)
+        target = address(context, builder, signature.args[4], scores, head, place)
+        found = sum_each(builder, [builder.load(total) for total in sums])
+        builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(query, types.intp, keys, types.intp, scores, types.intp), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def score_bf16_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, scores: Any, place: Any) -> Any:
+    """Set scores[head, place + i] to query[head] . keys[key + i], for i from 0 to KEYS - 1.
+
+    All arrays are contiguous matrices: `query` and `keys` of bfloat16 (as uint16), `scores` of float32. The CPU must
+    have MULTIPLIES_BF16.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        query, head, keys, key, scores, place = args
+        dim = columns(context, builder, signature.args[0], query)
+        query_row = address(context, builder, signature.args[0], query, head)
+        rows = [
+            address(context, builder, signature.args[2], keys, builder.add(key, key.type(number)))
+            for number in range(KEYS)
+        ]
+        pairs = ir.VectorType(ir.IntType(32), LANES)
+        dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VECTOR, [VECTOR, pairs, pairs]), _DOT)
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(KEYS)]
+        with cgutils.for_range_slice(builder, dim.type(0), dim, dim.type(2 * LANES), dim.type) as (d, _):
+            x, *others = [
+                builder.load(builder.bitcast(builder.gep(each, [d]), pairs.as_pointer()), align=2)
+                for each in (query_row, *rows)
+            ]
+            for y, total in zip(others, sums, strict=True):
+                builder.store(builder.call(dot, [builder.load(total), x, y]), total)
         target = address(context, builder, signature.args[4], scores, head, place)
         found = sum_each(builder, [builder.load(total) for total in sums])
         builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
