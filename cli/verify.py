@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 MAX_PARTINGS = 4
 
 
-@with_engine_options(only=("dtype", "kv_cache_dtype", "device", "block_size", "model_impl"))
+@with_engine_options(only=("dtype", "quantization", "kv_cache_dtype", "device", "block_size", "model_impl"))
 def verify(
     model: ModelArgument = None,
     num_prompts: Annotated[
@@ -51,13 +52,16 @@ def verify(
     and prints the margin between the two. Near ties are common in bfloat16 and rare in float32. The exit code is 1 if
     logits differ, or if tokens differ without a near tie.
 
-    With --kv-cache-dtype, transformers' keys and values are rounded in the same way, and the report says how much this
-    changes its logits.
+    With --quantization, the engine is compared with transformers on the rounded weights, and the loss of rounding is
+    measured: the mean KL divergence per token of the model's distribution from that of the unrounded weights, in nats,
+    on fixed texts and their continuations. With --kv-cache-dtype, transformers' keys and values are rounded in the same
+    way, and the report says how much this changes its logits.
 
     \b
     Examples:
       llmsched verify demo --dtype float32
       llmsched verify Qwen/Qwen3-8B --device cuda --num-tokens 64
+      llmsched verify Qwen/Qwen3-8B --quantization int4
       llmsched verify demo --kv-cache-dtype fp8
       llmsched verify ./my-model --json
     """
@@ -88,6 +92,7 @@ def _as_dict(subject: LoadedModel, report: ParityReport) -> dict[str, Any]:
         "model_impl": report.model_impl,
         "tolerance_rule": report.tolerance.rule,
         "transformers_spread": report.spread,
+        "quantization_loss": None if subject.loss is None else asdict(subject.loss),
         "checks": [
             {
                 "name": check.name,
@@ -124,6 +129,11 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
     render.table(f"{where}, compared with plain transformers", columns, rows, text_columns=4)
     render.say(f"tolerance   {report.tolerance.rule}")
     render.say(f"            transformers itself differs by {report.spread:.2g} with and without its KV cache")
+    if (loss := subject.loss) is not None:
+        render.say(
+            f"rounding    mean KL divergence {loss.mean_kl:.2g} nats per token, same most probable token at "
+            f"{loss.same_token:.1%} of {loss.num_positions} positions"
+        )
     if report.rounding is not None:
         render.say(
             f"rounded KV  changes the logits of transformers by up to {report.rounding.largest:.2g}; KL divergence per "

@@ -8,6 +8,7 @@ from typing import Unpack
 
 from llmsched.engine.architecture.dtypes import kv_refusal
 from llmsched.engine.architecture.flops import model_flops
+from llmsched.engine.architecture.quantization import quantised_config
 from llmsched.engine.config import EngineConfig, Limits, ResolvedConfig
 from llmsched.engine.device import device_memory, gpu_device
 from llmsched.engine.errors import ConfigError
@@ -63,11 +64,15 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
         raise ConfigError("device", f"cpu is requested, but {gpu.key} is to be simulated; leave out one of them")
     device, planner = gpu_device(gpu), replace(planner, packed=not colon)
     resolved, plan = planner.resolve(config, device)
+    content, cache = planner.content, planner.cache
+    if config.quantization is not None:
+        # Weights in fp8 are multiplied in the model's type, as int8 weights are.
+        content, cache = quantised_config(content, "int4" if config.quantization == "int4" else "int8"), None
     work = model_flops(
-        planner.content,
+        content,
         dtype_bytes=plan.dtype_bytes,
         kv_dtype_bytes=plan.kv_dtype_bytes,
-        cache=planner.cache,
+        cache=cache,
         packed=planner.packed,
     )
     cost = Roofline(work, gpu, engine, dtype=resolved.dtype)
@@ -83,6 +88,8 @@ def local_blueprint(planner: ModelPlanner, config: EngineConfig) -> Blueprint:
 
     Raises ConfigError if this model was not measured on this device, or if the model does not fit.
     """
+    if config.quantization is not None:
+        raise ConfigError("quantization", "applies to a simulated GPU; local was calibrated with the model as it is")
     device = device_memory(config.device)
     resolved, plan = planner.resolve(config, device)
     name = calibration_name(model_name(config.model), device.name, resolved.dtype, resolved.kv_cache_dtype)

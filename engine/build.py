@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 #: Knobs that determine what is loaded and reserved; all others only affect scheduling.
 RESERVING = frozenset(
     {
-        *("model", "dtype", "kv_cache_dtype", "device", "max_model_len", "block_size", "gpu_memory_utilization"),
-        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space", "model_impl", "enforce_eager"),
+        *("model", "dtype", "kv_cache_dtype", "quantization", "device", "max_model_len", "block_size"),
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space", "model_impl"),
+        "enforce_eager",
     }
 )
 
@@ -67,8 +68,11 @@ def build_engine(
     dtype = str(opened.dtype).removeprefix("torch.")
     dtype_bytes = DTYPE_BYTES[dtype]
     path = opened.source.path if opened.source.kind == "directory" else None
-    weights = gguf_weights(opened.source.gguf, dtype_bytes) if opened.source.gguf else None
-    shape = model_shape(opened.config, dtype_bytes=dtype_bytes, path=path, weights=weights)
+    packed_file = opened.source.gguf if config.quantization is None else None
+    weights = gguf_weights(packed_file, dtype_bytes) if packed_file else None
+    shape = model_shape(
+        opened.config, dtype_bytes=dtype_bytes, path=path, weights=weights, rounding=config.quantization
+    )
     memory = device_memory(opened.device)
     kv_dtype = planned_kv_dtype(config, dtype, memory, checkpoint_fp8=shape.fp8_kv)
     check_kv_dtype(kv_dtype, memory)

@@ -14,6 +14,7 @@ from llmsched.engine.errors import ConfigError, setting
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+Quantization = Literal["fp8", "int8", "int4"]
 Device = Literal["auto", "cuda", "cpu"]
 ModelImplementation = Literal["auto", "fused", "transformers"]
 Policy = Literal["fair", "fcfs", "sptf", "static", "serial"]
@@ -71,6 +72,12 @@ class EngineConfig:
         "type of the KV cache; auto is fp8 if the checkpoint asks for it, else dtype; fp8 (which is fp8_e4m3) and "
         "fp8_e5m2 hold twice as many tokens as 16 bits, but round keys and values (`llmsched verify` shows the effect)",
         choices=get_args(KVDType),
+    )
+    quantization: Quantization | None = knob(
+        None,
+        "round the matrices of an unquantised checkpoint to this type while loading; int4 has groups of 32 numbers, "
+        "embeddings and lm_head are int8; `llmsched verify` measures the loss",
+        choices=get_args(Quantization),
     )
     device: Device = knob(
         "auto", "device that runs the model; auto is the GPU if there is one", choices=get_args(Device)

@@ -24,11 +24,12 @@ from llmsched.cli.targets.http_target import open_server
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import open_simulated
 from llmsched.cli.values import server_url
+from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.goodput import Slo
 
 
-@with_engine_options(exclude=("seed",))
+@with_engine_options(exclude=("seed", "quantization"))
 @with_options("server", UrlTargetFlags)
 @with_options("outputs", OutputFlags)
 @with_options("modes", ModeFlags)
@@ -54,7 +55,7 @@ def bench(
         ),
     ] = None,
     simulate: Annotated[str | None, simulate_option("Run the scheduler alone,")] = None,
-    quantization: Annotated[str | None, quantization_option("--simulate a checkpoint")] = None,
+    quantization: Annotated[str | None, quantization_option("Run with weights that are rounded while loading")] = None,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +98,10 @@ def bench(
     """
     outputs.check(modes, load_options.trace)
     if quantization is not None and simulate is None:
-        raise ConfigError("quantization", "applies only to --simulate; a served model keeps the format of its weights")
+        if quantization not in ONLINE_FORMATS:
+            formats = ", ".join(ONLINE_FORMATS)
+            raise ConfigError("quantization", f"{quantization} needs --simulate; without it, allowed is {formats}")
+        engine_options = replace(engine_options, given={**engine_options.given, "quantization": quantization})
     if not modes.find_knee:
         load_options.load.check_shape()
     plan = RunPlan(

@@ -9,6 +9,7 @@ import typer
 from llmsched.cli.kv_budget.command_lines import OtherEngine
 from llmsched.cli.options.flags import quantization_option, typed
 from llmsched.cli.values import MOST_TOKENS, size, tokens
+from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, setting
@@ -86,7 +87,9 @@ class BudgetOptions:
             help="Size of the loaded weights, such as 15GiB or a number of bytes; default: from files or config.",
         ),
     ] = None
-    quantization: Annotated[str | None, quantization_option("Plan for a checkpoint")] = None
+    quantization: Annotated[
+        str | None, quantization_option("Plan for weights that serve rounds (not with --simulate or --emit)")
+    ] = None
     simulate: Annotated[
         str | None,
         typer.Option(
@@ -104,6 +107,11 @@ class BudgetOptions:
         ),
     ] = None
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
+
+    @property
+    def rounds(self) -> bool:
+        """True if the plan is for weights that `serve` rounds while loading."""
+        return self.quantization in ONLINE_FORMATS and self.emit is None and self.simulate is None
 
     def check(self) -> None:
         if self.emit is not None:

@@ -40,7 +40,7 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
       llmsched kv-budget demo
       llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
       llmsched kv-budget Qwen/Qwen3-8B --gpu all --users 32 --context 8k
-      llmsched kv-budget Qwen/Qwen3-32B --gpu l40s --quantization fp8
+      llmsched kv-budget Qwen/Qwen3-32B --gpu 4090 --quantization int4
       llmsched kv-budget ./config.json --gpu-memory 24GiB --lengths trace.csv --json
       llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --emit vllm
       llmsched kv-budget Qwen/Qwen3-8B --simulate h100 --users 64 --context 4k
@@ -88,13 +88,17 @@ def _show_serve_line(analysis: BudgetAnalysis) -> None:
 
 
 def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) -> list[BudgetAnalysis]:
+    format_of_checkpoint = options.quantization
+    if options.rounds:
+        engine_options = replace(engine_options, given={**engine_options.given, "quantization": options.quantization})
+        format_of_checkpoint = None
     given = {**engine_options.given, **({} if options.users is None else {"max_num_seqs": options.users})}
     config = config_for_demand(engine_options.config(spec), engine_options.given, options.users, options.context)
     lengths, devices = options.distribution(config), options.devices(config)
     demand = MemoryDemand(options.users or 1, options.context or 0)
     weights = None if options.weights is None else Weights(options.weights, "--weights", exact=True)
     with render.progress_bar() as progress:
-        planner = open_planner(spec, progress, weights, options.quantization)
+        planner = open_planner(spec, progress, weights, format_of_checkpoint)
     planner = replace(planner, profile=VLLM_PROFILES.get(options.emit or ""))
     refused, analyses = refusal(planner.content, planner.cache), []
     for device in devices:
@@ -113,7 +117,7 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
                 mean_len=options.mean_len,
                 lengths=lengths,
                 refusal=refused or kv_refused,
-                quantization=options.quantization,
+                quantization=format_of_checkpoint,
             )
         )
     return analyses

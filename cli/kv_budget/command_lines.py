@@ -36,7 +36,7 @@ def serve_line(analysis: BudgetAnalysis) -> str | None:
     if analysis.planner.profile is not None:
         return None
     if not analysis.fits:
-        here = (each for each in analysis.changes if each.servable and each.settings and "gpu" not in each.settings)
+        here = (each for each in analysis.changes if each.settings and "gpu" not in each.settings)
         if (change := next(here, None)) is None:
             return None
         config = replace(config, **change.settings)

@@ -28,7 +28,6 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
                 "change": spell(change.what, flag),
                 "cost": spell(change.cost, flag),
                 "settings": dict(change.settings),
-                "served_here": change.servable,
                 **_attributes(change.plan, "num_blocks", "max_model_len", "max_num_seqs"),
             }
             for change in analysis.changes

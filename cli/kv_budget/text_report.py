@@ -201,10 +201,8 @@ def _show_answer(document: dict[str, Any]) -> None:
         return
     render.say(f"does not fit: {document['problem']}")
     changes = document["would_fit"]
-    served = next((change for change in changes if change["served_here"]), None)
-    supported = "cheapest change that llmsched serve supports"
     for index, change in enumerate(changes):
-        label = "cheapest change" if index == 0 else supported if change is served else "or"
+        label = "or" if index else "cheapest change"
         cost = f" ({change['cost']})" if change["cost"] else ""
         render.say(f"  {label}: {change['change']}{cost}")
     if not changes:

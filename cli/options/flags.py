@@ -13,6 +13,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.values import duration
+from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS
 from llmsched.engine.architecture.quantization import QUANTIZATIONS
 from llmsched.engine.errors import LlmschedError
 
@@ -55,8 +56,8 @@ def quantization_option(doing: str) -> Any:
     return typer.Option(
         metavar="|".join(QUANTIZATIONS),
         show_default=False,
-        help=f"{doing} of MODEL whose weights are quantised in this way. The checkpoint need not exist. fp8_block has "
-        "one scale per block of 128 x 128 weights.",
+        help=f"{doing}: {', '.join(ONLINE_FORMATS)}; or for a checkpoint of MODEL in this format, which need not "
+        "exist. fp8_block has one scale per block of 128 x 128 weights.",
     )
 
 

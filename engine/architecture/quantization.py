@@ -15,6 +15,8 @@ from llmsched.engine.model_files import QUANTIZATION_FILE
 #: Typical quantization_config for each name that `--quantization` takes.
 QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"quant_method": "fp8"},
+    "int8": {"config_groups": {"group_0": {"weights": {"num_bits": 8, "group_size": 32}}}},
+    "int4": {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}},
     "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},

@@ -47,16 +47,17 @@ def model_shape(
     weights: Weights | None = None,
     cache: ConfigCache | None = None,
     packed: bool = True,
+    rounding: str | None = None,
 ) -> ModelShape:
     """Return the sizes of a model from a transformers config or the content of a config.json.
 
     `dtype_bytes` is the bytes of one number in the model's type. By default, `model_weights` determines the weights,
-    and counts quantised ones as `packed` says.
-    Raises ModelError if the config does not describe the layers or has a size of the wrong type.
+    and counts quantised ones as `packed` says. If `rounding` (a key of ONLINE_FORMATS) is given, matrices are rounded
+    to this format. Raises ModelError if the config does not describe the layers or has a size of the wrong type.
     """
     fields = read_fields(config, cache)
     geometry = kv_geometry(fields, dtype_bytes)
-    weights = weights or model_weights(path, fields, dtype_bytes, packed=packed)
+    weights = weights or model_weights(path, fields, dtype_bytes, packed=packed, rounding=rounding)
     fields = fields.reread()
     position, notes = max_position(fields)
     hidden, vocab = fields.get("hidden_size"), fields.get("vocab_size")

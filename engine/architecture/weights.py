@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, read_json_object, transformers_config
+from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS, format_of, stored_size
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantised_layouts import read_matrices
 from llmsched.engine.architecture.quantised_matrix import QuantisedMatrix, Stored
@@ -65,11 +66,14 @@ class Weights:
     packed_types: tuple[str, ...] = ()  # types of the matrices that stay quantised
 
 
-def model_weights(path: Path | None, fields: Fields, dtype_bytes: int, *, packed: bool = True) -> Weights:
+def model_weights(
+    path: Path | None, fields: Fields, dtype_bytes: int, *, packed: bool = True, rounding: str | None = None
+) -> Weights:
     """Return the size of a model's weights in a serving type of `dtype_bytes` bytes.
 
     Quantised weights count as `llmsched serve` holds them, or as in the files if `packed` is False or their format is
-    not served. The size comes from the safetensors headers in the directory `path`, or else from the config. If neither
+    not served. If `rounding` (a key of ONLINE_FORMATS) is given, matrices are rounded to this format while they are
+    loaded. The size comes from the safetensors headers in the directory `path`, or else from the config. If neither
     tells the size, the result is 0 bytes and a note that says why. Raises ModelError for a damaged file.
     """
     files: list[Path] = []
@@ -79,7 +83,7 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int, *, packed
     elif path is not None:
         files = numbered_shards(path) or [path / SAFETENSORS]
     if files and all(file.is_file() for file in files):  # without one of the shards the sum would be wrong
-        return _from_headers(files, dtype_bytes, fields, packed=packed)
+        return _from_headers(files, dtype_bytes, fields, packed=packed, rounding=rounding)
     fields = fields.reread()
     quantization = quantization_of(fields)
     packed = packed and not refusal_of_format(_settings(fields))
@@ -93,6 +97,9 @@ def model_weights(path: Path | None, fields: Fields, dtype_bytes: int, *, packed
     if missing := sorted(_DECISIVE & fields.unstated):
         doubts.append(f"the config does not state {', '.join(missing)}")
     doubt = "; ".join((*doubts, _REMEDY)) if doubts else None
+    if rounding is not None:
+        count = round(_rounded_bytes(modules, rounding, dtype_bytes, fields.get("hidden_size") or 0))
+        return Weights(count, "config", exact=False, notes=notes, doubt=doubt, packed_types=(rounding,))
     sizes = stored_bytes(modules, quantization, dtype_bytes, packed=packed)
     if quantization is not None:
         total = add_up(modules.values())
@@ -147,11 +154,24 @@ def stored_bytes(
     return Parameters(*map(round, sizes))
 
 
+def _rounded_bytes(modules: Mapping[str, Parameters], rounding: str, dtype_bytes: int, hidden_size: int) -> float:
+    """Estimate the bytes of matrices that are rounded, as if all their rows had `hidden_size` numbers."""
+    total, width = 0.0, max(32, hidden_size // 32 * 32)
+    for name, counted in modules.items():
+        embeddings = counted.embeddings if format_of(f"{name}.weight", (1, width), rounding) else 0
+        for count, chosen in ((counted.linear, rounding), (embeddings, "int8")):
+            total += count * (ONLINE_FORMATS[chosen].num_bytes((1, width)) / width - dtype_bytes)
+        total += sum(counted) * dtype_bytes
+    return total
+
+
 def _settings(fields: Fields) -> Mapping[str, Any]:
     return settings_of({"quantization_config": fields.get("quantization_config")})
 
 
-def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields, *, packed: bool) -> Weights:
+def _from_headers(
+    files: list[Path], dtype_bytes: int, fields: Fields, *, packed: bool, rounding: str | None
+) -> Weights:
     stored = {name: tensor for file in files for name, tensor in _header(file).items()}
     settings, matrices = _settings(fields), list[QuantisedMatrix]()
     if settings and packed and refusal_of_format(settings) is None:
@@ -162,7 +182,8 @@ def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields, *, packed
     sizes = {matrix.weight: math.prod(matrix.shape) * dtype_bytes for matrix in matrices}
     sizes |= {matrix.weight: matrix.packed_bytes for matrix in kept}
     for name, tensor in stored.items():
-        sizes[name] = math.prod(tensor.shape) * dtype_bytes if tensor.dtype in _FLOATS else tensor.size
+        is_float = tensor.dtype in _FLOATS
+        sizes[name] = stored_size(name, tensor.shape, rounding, dtype_bytes) if is_float else tensor.size
     tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
     count = left_out = 0
     for name, size in sizes.items():
@@ -179,7 +200,8 @@ def _from_headers(files: list[Path], dtype_bytes: int, fields: Fields, *, packed
         notes.append(f"tensors of type {', '.join(other)} count as stored")
     if left_out:
         notes.append(f"{human_bytes(left_out)} of the files are for multi-token prediction (MTP) and are not loaded")
-    return Weights(count, "safetensors", exact=True, notes=tuple(notes), packed_types=codes)
+    packed_types = codes if rounding is None else (rounding,)
+    return Weights(count, "safetensors", exact=True, notes=tuple(notes), packed_types=packed_types)
 
 
 def _header(file: Path) -> dict[str, Stored]:

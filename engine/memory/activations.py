@@ -19,8 +19,8 @@ A step runs MLPs or experts, attention and the sampler one after the other, so t
 number of routed experts per token and expert the width of one; hidden, inner, query, kv, head_dim and vocab are sizes
 of the model. A CPU without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so
 the MLP needs tokens x inner x 6 bytes more, because gate and up are computed as one product. Where matrices stay
-quantised, the MLP needs 2 MiB more, into which parts of them are unpacked. The attention term applies only to CPUs,
-because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates.
+quantised, a CPU needs 2 MiB more for the MLP, into which parts of them are unpacked. The attention term applies only to
+CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates.
 graph_memory.py has the memory of CUDA graphs.
 """
 
@@ -71,7 +71,7 @@ def activation_bytes(
     of one fp32 copy of logits (see `logits_limit`).
     """
     mlp = mlp_bytes(shape, num_tokens, dtype_bytes)
-    if shape.weights.packed_types:
+    if shape.weights.packed_types and kind == "cpu":
         mlp += TILE_NUMBERS * _FLOAT32
     if float32_products:
         mlp += num_tokens * shape.inner_size * (2 * _FLOAT32 - dtype_bytes)

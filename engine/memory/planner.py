@@ -28,6 +28,7 @@ from typing import Any
 
 from llmsched.engine.architecture.config_fields import ConfigCache, read_config_file
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
+from llmsched.engine.architecture.online_quantization import check_quantisable
 from llmsched.engine.architecture.quantization import (
     named_format,
     quantised_config,
@@ -216,7 +217,7 @@ class ModelPlanner:
     profile: VllmProfile | None = None  # if given, plans for GPUs are vLLM's
     packed: bool = True  # False if quantised weights count as in the files, as in other engines
     gguf: Path | None = None  # file whose matrices stay quantised
-    _shapes: dict[tuple[int, bool], ModelShape] = field(default_factory=dict, repr=False, compare=False)
+    _shapes: dict[tuple[object, ...], ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def digest(self) -> str:
@@ -249,15 +250,19 @@ class ModelPlanner:
         return plan.resolve(config, self.dtype(config, device), self.kv_dtype(config, device)), plan
 
     def shape(self, config: EngineConfig, device: DeviceMemory) -> ModelShape:
-        dtype_bytes = DTYPE_BYTES[self.dtype(config, device)]
+        """Return the sizes of the model. Raises ConfigError for a quantization that the model cannot have."""
+        dtype_bytes, rounding = DTYPE_BYTES[self.dtype(config, device)], config.quantization
         packed = self.packed and (self.profile is None or device.kind == "cpu")
-        key = (dtype_bytes, packed)
+        key = (dtype_bytes, packed, rounding)
         if key not in self._shapes:
             weights = self.given
-            if weights is None and self.gguf is not None:
+            if rounding is not None:
+                check_quantisable(self.content, rounding, gguf=self.gguf is not None and self.directory is None)
+            elif weights is None and self.gguf is not None:
                 weights = gguf_weights(self.gguf, dtype_bytes)
             given: dict[str, Any] = {"path": self.directory, "weights": weights, "cache": self.cache}
-            shape = model_shape(self.content, dtype_bytes=dtype_bytes, packed=packed, **given)
+            given |= {"packed": packed, "rounding": rounding}
+            shape = model_shape(self.content, dtype_bytes=dtype_bytes, **given)
             named = named_format(self.name)
             if named is not None and shape.weights.source == "config" and not settings_of(self.content):
                 note = f"the name says {named}, but no file describes quantised weights: they count {dtype_bytes} bytes"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, kv_refusal
-from llmsched.engine.architecture.quantization import settings_of
+from llmsched.engine.architecture.online_quantization import rounding_refusal
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError, setting
@@ -20,13 +20,13 @@ from llmsched.engine.units import human_bytes
 STEP_SIZES = tuple(1 << power for power in range(8, 15))
 _MIB = 1 << 20
 
-_NOT_SERVED = "llmsched serve does not run this yet, vLLM and SGLang do"
 #: Changes to 8 or 4 bits per number, the most bits first: what they cost, and their settings.
 _FEWEST_BITS: tuple[tuple[str, dict[str, str]], ...] = (
     ("KV is rounded to 8 bits", {"kv_cache_dtype": "fp8"}),
-    ("weights and KV are rounded to 8 bits", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    ("weights are rounded to 4 bits", {"quantization": "awq"}),
-    ("weights are rounded to 4 bits and KV to 8 bits", {"quantization": "awq", "kv_cache_dtype": "fp8"}),
+    ("weights are rounded to 8 bits", {"quantization": "int8"}),
+    ("weights and KV are rounded to 8 bits", {"quantization": "int8", "kv_cache_dtype": "fp8"}),
+    ("weights are rounded to 4 bits", {"quantization": "int4"}),
+    ("weights are rounded to 4 bits and KV to 8 bits", {"quantization": "int4", "kv_cache_dtype": "fp8"}),
 )
 
 
@@ -75,9 +75,8 @@ class Change:
     what: str
     cost: str
     plan: MemoryPlan
-    #: New values of EngineConfig fields, of "quantization" or of "gpu".
+    #: New values of EngineConfig fields or of "gpu".
     settings: Mapping[str, Any] = field(default_factory=dict)
-    servable: bool = True  # False if the change can be planned but this engine cannot serve with it
 
 
 def changes(
@@ -123,6 +122,8 @@ class _Search:
         self.half = "bfloat16" if device.computes_bf16 else "float16"
         self.fp8 = "fp8" if kv_refusal("fp8", device) is None else "fp8_e5m2"
         self.is_wide = DTYPE_BYTES[planner.dtype(config, device)] > 2
+        #: True if the weights can be rounded while they are loaded.
+        self.can_round = planner.given is None and planner.gguf is None and rounding_refusal(planner.content) is None
 
     def more_memory(self) -> list[Change]:
         plan, device = self.plan, self.device
@@ -161,11 +162,9 @@ class _Search:
         if self.is_wide:
             found += self._try("set", "weights and KV are rounded to 16 bits", dtype=self.half)
         for cost, settings in _FEWEST_BITS:
-            servable = "quantization" not in settings
             if "kv_cache_dtype" in settings:
                 settings = {**settings, "kv_cache_dtype": self.fp8}
-            note = cost if servable else f"{cost}; {_NOT_SERVED}"
-            if (kv_bytes > 1 or not servable) and (narrow := self._try("set", note, servable=servable, **settings)):
+            if (kv_bytes > 1 or "quantization" in settings) and (narrow := self._try("set", cost, **settings)):
                 return found + narrow
         return found
 
@@ -205,26 +204,18 @@ class _Search:
                 return [Change(f"use a GPU like {name}", f"{human_bytes(gpu.total)} of memory", plan, {"gpu": name})]
         return []
 
-    def _try(self, verb: str, cost: str, *, servable: bool = True, **settings: Any) -> list[Change]:
+    def _try(self, verb: str, cost: str, **settings: Any) -> list[Change]:
         """Return the change to `settings` in a list; the list is empty if the change does not suffice.
 
         The change's `what` begins with `verb`, such as "raise".
         """
-        knobs = {name: value for name, value in settings.items() if name != "quantization"}
-        planner = self._quantised(settings.get("quantization"))
-        plan = None if planner is None else planner.plan(replace(self.config, **knobs), self.device)
-        if plan is None or not self.demand.met_by(plan):
+        if "quantization" in settings and not self.can_round:
+            return []
+        plan = self.planner.plan(replace(self.config, **settings), self.device)
+        if not self.demand.met_by(plan):
             return []
         what = " and ".join(f"{setting(name)} to {_shown(name, value)}" for name, value in settings.items())
-        return [Change(f"{verb} {what}", cost, plan, settings, servable)]
-
-    def _quantised(self, quantization: str | None) -> ModelPlanner | None:
-        if quantization is None:
-            return self.planner
-        known = self.planner.given is not None or settings_of(self.planner.content)
-        if known or self.device.kind == "cpu" or (quantization == "fp8" and not self.device.computes_fp8):
-            return None
-        return self.planner.quantised(quantization)
+        return [Change(f"{verb} {what}", cost, plan, settings)]
 
 
 def _shown(name: str, value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmsched.engine.architecture.config_fields import quiet_transformers, read_fields, read_json_object
 from llmsched.engine.architecture.context_limit import max_position
 from llmsched.engine.architecture.dtypes import planned_dtype
+from llmsched.engine.architecture.online_quantization import check_quantisable
 from llmsched.engine.architecture.quantization import settings_of, with_quantization_file
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
@@ -141,12 +142,15 @@ def load_model(
     dtype: torch.dtype,
     attn_implementation: str = "eager",
     packed: bool = False,
+    quantization: str | None = None,
     progress: Progress = silent,
 ) -> PreTrainedModel:
     """Load the model in evaluation mode on `device`. Tied parameters share memory.
 
     If `packed` is True, quantised matrices stay quantised, and PackedModules replace the modules that use these
-    matrices. Raises ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
+    matrices. If `quantization` (a key of ONLINE_FORMATS) is given, the matrices of an unquantised checkpoint are
+    rounded to this format, and replaced in the same way. Raises ModelError if a file is missing or damaged, or a tensor
+    is missing, unknown or of the wrong shape.
     """
     import transformers
 
@@ -168,6 +172,10 @@ def load_model(
     else:
         weights = without_scales(open_checkpoint(source.path))
         check_unquantised(weights, f"model {source.spec}")
+    if quantization is not None:
+        from llmsched.engine.model.online_quantization import quantised_state_dict
+
+        weights = quantised_state_dict(weights, quantization, matrices, dtype)
     state = with_progress(weights, f"loading {source.name}", progress)
     name = architecture_of(config)
     if name == "FalconForCausalLM":  # its eager attention adds ALiBi biases twice
@@ -250,16 +258,13 @@ def _check_vocabulary(source: ModelSource, info: ModelInfo, tokenizer: Tokenizer
 
 
 def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
-    # nn.Module.to alone would not report progress.
+    # nn.Module.to would not report progress, and would copy buffers once for each module that has them.
     if device == "cpu":
         return
-    from torch import nn
-
-    parameters = list(model.parameters())
-    for done, parameter in enumerate(parameters, start=1):
-        parameter.data = parameter.data.to(device)
-        progress(f"moving to {device}", done, len(parameters))
-    nn.Module.to(model, device)  # buffers
+    tensors = [*model.parameters(), *model.buffers()]  # a tensor that several modules share is there once
+    for done, tensor in enumerate(tensors, start=1):
+        tensor.data = tensor.data.to(device)
+        progress(f"moving to {device}", done, len(tensors))
 
 
 def _as_ids(value: Any) -> frozenset[int]:
@@ -290,15 +295,19 @@ class OpenModel:
     info: ModelInfo
     device: str  # where `load` puts the weights
     dtype: torch.dtype  # type in which `load` puts them there
+    quantization: str | None = None  # format to which `load` rounds matrices
 
     @property
     def packed(self) -> bool:
         """True if matrices in the files are quantised, and stay so."""
-        return self.source.gguf is not None or hasattr(self.config, "quantization_config")
+        return self.quantization is None and (
+            self.source.gguf is not None or hasattr(self.config, "quantization_config")
+        )
 
     def load(self, progress: Progress = silent, *, packed: bool = True) -> PreTrainedModel:
-        """Load the weights as `load_model(...)` does. If `packed` is False, dequantise all weights."""
+        """Load the weights as `load_model(...)` does. If `packed` is False, no matrix is quantised."""
         options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "progress": progress}
+        options["quantization"] = self.quantization if packed else None
         return load_model(self.source, self.config, packed=packed and self.packed, **options)
 
     def kv_scales(self) -> Mapping[ScaleName, torch.Tensor]:
@@ -311,17 +320,20 @@ class OpenModel:
 def open_model(config: EngineConfig, progress: Progress = silent) -> OpenModel:
     """Find the model `config.model` and read all of its files except the weights.
 
-    Raises ModelError for a model that cannot be found or served, and ConfigError for an unusable device.
+    Raises ModelError for a model that cannot be found or served, and ConfigError for an unusable device or a
+    quantization that the model cannot have.
     """
     source = locate(config.model, progress)
     progress("importing torch and transformers", 0, 1)
     import torch
 
     model_config = load_config(source)
+    if config.quantization is not None:
+        check_quantisable(model_config.to_dict(), config.quantization, gguf=source.kind == "gguf")
     progress("importing torch and transformers", 1, 1)
     tokenizer = load_tokenizer(source)
     info = load_info(source, model_config, tokenizer)
     _check_vocabulary(source, info, tokenizer)
     device = resolve_device(config.device)
     dtype = getattr(torch, planned_dtype(config, computes_bf16=computes_bf16(device)))
-    return OpenModel(source, model_config, tokenizer, info, device, dtype)
+    return OpenModel(source, model_config, tokenizer, info, device, dtype, config.quantization)

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmsched.engine.errors import ModelError
 from llmsched.kernels.dispatch import backend_name, load_backend
 from llmsched.kernels.packed_matrix import PackedMatrix
+
+#: Names that transformers changes while it loads a model (GPT-NeoX).
+_RENAMED = {"embed_out.weight": "lm_head.weight"}
 
 
 class PackedModule(nn.Module):
@@ -53,15 +57,24 @@ class PackedEmbedding(PackedModule):
 def pack_modules(model: nn.Module, matrices: Mapping[str, PackedMatrix]) -> None:
     """Replace linear layers and embeddings by modules with packed matrices.
 
-    The keys of `matrices` are the names of the replaced weights. Modules with tied weights share one matrix.
+    The keys of `matrices` are the names of the replaced weights, perhaps without the model's prefix. Modules with tied
+    weights share one matrix. Raises ModelError if a weight belongs to another kind of module.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    by_identity = {id(parameters[name]): matrix for name, matrix in matrices.items()}
+    by_identity = {}
+    for name, matrix in matrices.items():
+        known = (name, f"{getattr(model, 'base_model_prefix', '')}.{name}", _RENAMED.get(name, ""))
+        if (found := next((parameters[each] for each in known if each in parameters), None)) is None:
+            raise ModelError(f"{name} cannot be quantised: transformers gives it another name")
+        by_identity[id(found)] = matrix
     for name, module in list(model.named_modules()):
         weight: Any = module._parameters.get("weight")
-        if weight is None or (matrix := by_identity.get(id(weight))) is None:
+        if weight is None or id(weight) not in by_identity:
             continue
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise ModelError(f"{name}.weight belongs to a {type(module).__name__}, which cannot be quantised")
         bias: Any = module._parameters.get("bias")
+        matrix = by_identity[id(weight)]
         replacement: PackedModule = PackedLinear(matrix, bias)
         if isinstance(module, nn.Embedding):
             replacement = PackedEmbedding(matrix, weight.dtype, getattr(module, "embed_scale", None))

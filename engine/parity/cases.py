@@ -12,7 +12,7 @@ from llmsched.engine.kv.prefix_cache import MIN_COPIED
 from llmsched.engine.text.tokenizer import Tokenizer
 
 #: Texts from which prompts are made: prose, code, numbers, other scripts.
-_TEXTS = (
+TEXTS = (
     "The first thing she noticed was the silence. No birds, no wind, only the slow ticking of the cooling engine. ",
     "def merge(left, right):\n    while left and right:\n        yield min(left, right).pop(0)\n",
     "Question: a train leaves at 9:45 and needs 3 hours and 50 minutes. When does it arrive? Let us think. ",
@@ -47,7 +47,7 @@ def make_prompts(tokenizer: Tokenizer, vocab_size: int, *, count: int, block_siz
     generator, id_limit = random.Random(seed), min(vocab_size, tokenizer.vocab_size)
 
     def text(length: int) -> tuple[int, ...]:
-        known = tokenizer.encode("".join(generator.sample(_TEXTS, len(_TEXTS))), add_special_tokens=True)
+        known = tokenizer.encode("".join(generator.sample(TEXTS, len(TEXTS))), add_special_tokens=True)
         known = [token_id for token_id in known if token_id < vocab_size] or [0]
         return tuple((known * -(-length // len(known)))[:length])
 

@@ -110,7 +110,7 @@ class RoundingEffect:
 def kl_divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """Return KL(expected || found) [n] in nats for logits [n, V], computed in float64."""
     one, other = (logits.double().log_softmax(dim=-1) for logits in (expected, found))
-    return (one.exp() * (one - other)).sum(dim=-1)
+    return torch.where(one.isfinite(), one.exp() * (one - other), 0.0).sum(dim=-1)  # tokens of probability 0 add 0
 
 
 @dataclass(frozen=True, slots=True)

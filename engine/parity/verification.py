@@ -37,6 +37,7 @@ from llmsched.engine.parity.logit_comparison import (
     Tolerance,
     compare,
 )
+from llmsched.engine.parity.quantization_loss import QuantizationLoss, measure_loss
 from llmsched.engine.parity.rounded_cache import RoundedCache
 from llmsched.engine.progress import Progress, silent, tracked
 from llmsched.engine.request import SamplingParams, Sequence
@@ -59,6 +60,7 @@ class LoadedModel:
     block_size: int = 16
     model_impl: ModelImplementation = "auto"
     dequantised: PreTrainedModel | None = None
+    loss: QuantizationLoss | None = None  # of rounding weights while loading
     kv_cache_dtype: str = "auto"  # auto: the type of the model
     checkpoint_scales: Mapping[ScaleName, torch.Tensor] = field(default_factory=dict)
 
@@ -73,20 +75,26 @@ class LoadedModel:
 
 
 def load_for_parity(config: EngineConfig, progress: Progress = silent) -> LoadedModel:
-    """Load `config.model` on the device and in the dtype that `serve` would use.
+    """Load `config.model` on the device and in the dtype that `serve` would use, and measure the loss of rounding.
 
     Raises ModelError if the model cannot be loaded, and ConfigError for an unusable device.
     """
     opened = open_model(config, progress)
     model = opened.load(progress)
-    dequantised = opened.load(progress, packed=False) if opened.packed else None
+    dequantised, loss = None, None
+    if opened.packed or opened.quantization:
+        dequantised = opened.load(progress, packed=False)
+    if opened.quantization and dequantised is not None:
+        progress("measuring the loss", 0, 1)
+        loss = measure_loss(model, dequantised, opened.tokenizer)
+        progress("measuring the loss", 1, 1)
     opened_as = (opened.info, opened.tokenizer, opened.device, opened.dtype)
     quantization, device = quantization_of(read_fields(opened.config)), device_memory(opened.device)
     checkpoint_fp8 = quantization is not None and quantization.fp8_kv
     kv_dtype = planned_kv_dtype(config, "auto", device, checkpoint_fp8=checkpoint_fp8)
     check_kv_dtype(kv_dtype, device)
     scales = opened.kv_scales()
-    return LoadedModel(model, *opened_as, config.block_size, config.model_impl, dequantised, kv_dtype, scales)
+    return LoadedModel(model, *opened_as, config.block_size, config.model_impl, dequantised, loss, kv_dtype, scales)
 
 
 def check_parity(

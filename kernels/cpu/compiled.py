@@ -29,7 +29,7 @@ REORDER = {"reassoc", "contract", "arcp", "nsz"}  # sums may be vectorised; infi
 EXACT = {"contract"}
 
 # Types in which compiled code reads a cache: Numba has no other floats than these on a CPU, so it reads their bits.
-ELEMENTS = {
+ELEMENTS: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(np.uint16),
     torch.float16: np.dtype(np.int16),

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple, Unpack, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
-from llmsched.kernels.reference import linear as linear
+from llmsched.kernels.triton import packed_products
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.expert_ops import route as route
 from llmsched.kernels.triton.expert_ops import run_experts as run_experts
@@ -310,6 +312,12 @@ def rotate_and_write(
             enable_fp_fusion=True,
         )
     return query
+
+
+def linear(rows: Tensor, weight: Tensor | Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(rows, weight, bias)
+    return packed_products.linear(rows, weight, bias, gpu_properties(rows.device))
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -68,13 +69,14 @@ def test_lower_precision_is_named_first_and_fits(command: CommandLine) -> None:
     arguments = ("kv-budget", QWEN, "--gpu", "4090", "--users", "20", "--context", "8k")
     report = command(*arguments, "--json").json
     first = report["would_fit"][0]
-    assert first["change"] == "set --quantization to fp8 and --kv-cache-dtype to fp8"
-    assert "llmsched serve does not run this yet, vLLM and SGLang do" in first["cost"]
-    flags = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
+    assert first["change"] == "set --quantization to int8 and --kv-cache-dtype to fp8"
+    assert first["cost"] == "weights and KV are rounded to 8 bits"
+    flags = ("--quantization", "int8", "--kv-cache-dtype", "fp8")
     narrow = command(*arguments, *flags, "--json").json
     assert narrow["fits"] is True
-    assert narrow["weights_bytes"] + 20 * 8192 * narrow["kv_bytes_per_token"] == pytest.approx(20 * GIB, rel=0.03)
-    assert narrow["serve"] is None
+    assert narrow["weights_bytes"] + 20 * 8192 * narrow["kv_bytes_per_token"] == pytest.approx(19.4 * GIB, rel=0.01)
+    assert {"--quantization int8", "--kv-cache-dtype fp8"} <= {*re.findall(r"--\S+ \S+", narrow["serve"])}
+    flags = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
     emitted = shlex.split(command(*arguments, *flags, "--emit", "vllm-0.17").out)
     assert emitted[:3] == ["vllm", "serve", QWEN]
     assert {"--quantization", "--kv-cache-dtype", "fp8"} <= set(emitted)

@@ -19,11 +19,13 @@ from batches import Batch, Shape, make_batch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.reference import AttentionShape
-from llmsched.kernels.triton import expert_ops, ops
+from llmsched.kernels.triton import expert_ops, ops, packed_products
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.experts import expert_kernel, order_kernel, route_kernel
 from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
+from llmsched.kernels.triton.packed_products import ROW_LIMITS
 from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import Gpu, choose_tiling
 
@@ -50,7 +52,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 111 + 33
+    assert len(differences) == 111 + 33 + 21
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     exact = [name for name in differences if name.startswith("written ")]
@@ -61,14 +63,15 @@ def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) 
 def compile_ahead(kernel: Any, arch: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
     """Compile a kernel for a GPU that this machine lacks.
 
-    As a launch would find out, addresses of floating-point tensors and strides are multiples of 16.
+    As a launch would find out, addresses of floating-point tensors and of codes, strides, and the size of a packed
+    matrix are multiples of 16.
     """
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     divisible = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if re.match(r"\*(fp|bf)", signature[name]) or name.endswith("_stride")
+        if re.match(r"\*(fp|bf)", signature[name]) or name.endswith("_stride") or name in ("codes", "size")
     }
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=divisible)
@@ -317,6 +320,47 @@ def test_sampling_compiles_without_spills(arch: int, dtype: str, tmp_path: Path)
     assert used["STACK"] == used["LOCAL"] == 0
 
 
+#: Constants and types of pointers of products with matrices of GGUF's types, GPTQ, nf4, int8 and fp8.
+PRODUCTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "4 bits": ({"CODING": 0, "PER_BYTE": 2, "GROUP": 32, "SHIFTED": True}, {"codes": "*u8"}),
+    "4 bits, groups of 128": ({"CODING": 0, "PER_BYTE": 2, "GROUP": 128, "SHIFTED": True}, {"codes": "*u8"}),
+    "table": ({"CODING": 1, "PER_BYTE": 2, "GROUP": 64, "SHIFTED": False}, {"codes": "*u8", "scales": "*fp32"}),
+    "8 bits": ({"CODING": 0, "PER_BYTE": 1, "GROUP": 16, "SHIFTED": True}, {"codes": "*i8"}),
+    "fp8": ({"CODING": 2, "PER_BYTE": 1, "GROUP": 4096, "SHIFTED": False}, {"codes": "*i8", "scales": "*fp32"}),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_compile_within_the_gpus_limits(name: str, arch: int, tmp_path: Path) -> None:
+    constants, types = PRODUCTS[name]
+    sizes = dict.fromkeys(("num_rows", "num_outputs", "size", "first", "stride"), "i32")
+    for dtype, num_rows in itertools.product(("bf16", "fp32"), (*ROW_LIMITS, 2048)):
+        tiling = packed_products.choose_tiling(num_rows, ITEM_SIZE[dtype])
+        blocks = {"BLOCK_T": tiling.block_t, "BLOCK_M": tiling.block_m, "BLOCK_B": tiling.block_b, "BIAS": True}
+        pointers = {**dict.fromkeys(("rows", "bias", "output"), f"*{dtype}"), "table": "*fp32"}
+        pointers |= {"scales": "*fp16", **types}
+        pointers["offsets"] = pointers["scales"]
+        launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        kernel = packed_products.product_kernel
+        compiled = compile_ahead(kernel, arch, {**sizes, **pointers}, {**constants, **blocks}, **launch)
+        assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+        used = resources(compiled, tmp_path)
+        assert used["REG"] <= MAX_REGISTERS
+        assert used["STACK"] == used["LOCAL"] == 0
+        tensor_cores = re.search(r"mma\.sync|wgmma\.mma_async", compiled.asm["ptx"]) is not None
+        assert tensor_cores == (dtype != "fp32")
+        assert "tf32" not in compiled.asm["ptx"]
+    types = {"parts": "*fp32", "bias": "*bf16", "output": "*bf16"}
+    sums = compile_ahead(
+        packed_products.sum_kernel,
+        arch,
+        types | dict.fromkeys(("num_parts", "num_outputs", "first", "stride"), "i32"),
+        {"BIAS": True, "BLOCK": packed_products.SUM_BLOCK},
+    )
+    assert resources(sums, tmp_path)["STACK"] == 0
+
+
 class PretendedGpu:
     """The part of a driver that a launch uses before it runs anything."""
 
@@ -381,6 +425,26 @@ def test_batches_of_all_sizes_share_few_kernels(launches: list[Launch]) -> None:
         ops.rotate_and_write(rows.repeat(1, 2), tables, tables, batch.key_cache, batch.value_cache, slots)
         ops.gated(rows, "silu")
     assert len({options["compiled"] for *_, options in launches}) == 8
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (14336 + 7, 4096), (1024, 2048)])
+def test_the_first_product_compiles_the_kernels_for_all_numbers_of_rows(
+    launches: list[Launch], shape: tuple[int, int]
+) -> None:
+    rows, size = shape
+    with torch.device("meta"):
+        scales = torch.empty(rows, size // 32, dtype=torch.float16)
+        matrix = PackedMatrix(torch.empty(rows, size // 2, dtype=torch.uint8), scales, scales)
+        bias = torch.empty(rows, dtype=torch.bfloat16)
+
+        def compiled(counts: tuple[int, ...]) -> set[tuple[str, int]]:
+            for count in counts:
+                ops.linear(torch.empty(count, size, dtype=torch.bfloat16), (matrix,), bias)
+            return {(name, options["compiled"]) for name, *_, options in launches}
+
+        first = compiled((1,))
+        assert [name for name, _ in sorted(first)].count("product_kernel") == len(ROW_LIMITS) + 1
+        assert compiled((0, 2, 7, 15, 16, 17, 32, 63, 64, 65, 128, 300, 2048, 2049)) == first
 
 
 def test_launches_of_decodes_do_not_depend_on_contexts(launches: list[Launch]) -> None:

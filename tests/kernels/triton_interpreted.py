@@ -15,8 +15,9 @@ from unittest.mock import patch
 
 import torch
 from batches import Shape, make_batch
-from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, rotary_difference
+from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, normal, rotary_difference
 from mixtures import MIXTURES, ROUTINGS, mixture_difference, routing_difference
+from packed_matrices import KINDS, product_error, random_matrix, relative_error
 from test_fp8 import hard_numbers
 from triton.runtime import interpreter
 
@@ -24,7 +25,7 @@ from llmsched.kernels import reference
 from llmsched.kernels.experts import Routing
 from llmsched.kernels.fp8 import FP8_TYPES
 from llmsched.kernels.reference import AttentionShape
-from llmsched.kernels.triton import ops, tiling
+from llmsched.kernels.triton import ops, packed_products, tiling
 
 FEW = ((1, 37), (16, 16), (15, 40), (0, 9), (1, 1), (17, 17), (1, 100), (3, 33))
 DECODES = ((1, 1), (1, 16), (1, 17), (1, 150), (1, 300))
@@ -206,6 +207,27 @@ def tie_differences() -> int:
     return count + int(((found < 0) | (found >= 40)).sum())
 
 
+def product_differences() -> dict[str, float]:
+    """Compare products with all kinds of matrices: of few rows, with and without shared columns, and of many rows."""
+    found = {}
+    gpu = patch.object(ops, "gpu_properties", lambda device: tiling.Gpu(2, 90))
+    with gpu, patch.object(packed_products, "_compile"):
+        for number, kind in enumerate(KINDS):
+            found[f"product with kind {number}"] = max(
+                product_error(ops, kind, 3, (70, 512), torch.float32, bias=True),
+                product_error(ops, kind, 20, (30, 96), torch.float32),
+            )
+        for rows in (1, 16, 40, 150):
+            found[f"product of {rows} rows, float16"] = product_error(
+                ops, KINDS[0], rows, (150, 576), torch.float16, bias=rows > 16
+            )
+        parts = random_matrix(KINDS[0], 30, 96), random_matrix(KINDS[12], 50, 96)
+        rows, bias = normal(5, 96), normal(80, seed=1)
+        expected = reference.linear(rows, parts, bias)
+        found["product, two parts"] = relative_error(ops.linear(rows, parts, bias), expected)
+    return found
+
+
 def mend_the_interpreter() -> None:
     """Triton 3.6 makes a loop's bound of an array with one element, which NumPy 2.4 no longer does by itself."""
     original = interpreter._patch_lang_tensor
@@ -252,7 +274,7 @@ def main() -> None:
         for name in MIXTURES:
             differences[f"experts, {name}, {dtype}"] = mixture_difference(ops, reference, name, dtype)
     differences["ties"] = tie_differences()
-    print(json.dumps(differences))
+    print(json.dumps(differences | product_differences()))
 
 
 if __name__ == "__main__":

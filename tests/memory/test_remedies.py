@@ -55,11 +55,8 @@ def check(found: list[Change], device: DeviceMemory, users: int, context: int, *
     for change in found:
         if change.settings.keys() & {"gpu", "max_num_seqs"} or not change.settings:
             continue
-        made, weights = dict(change.settings), change.settings.get("quantization")
-        made.pop("quantization", None)
-        planner = PLANNER.quantised(weights) if weights else PLANNER
         wanted = replace(demand, context=min(context, change.plan.max_model_len))
-        assert wanted.met_by(planner.plan(replace(config, **made), device)), change.what
+        assert wanted.met_by(PLANNER.plan(replace(config, **change.settings), device)), change.what
 
 
 def test_a_checkpoint_that_is_quantised_is_not_quantised_again() -> None:
@@ -114,17 +111,12 @@ def test_fewer_sequences_where_their_state_is_the_trouble() -> None:
     assert cheapest.plan.fits
 
 
-def test_narrower_types_say_what_serve_cannot_do() -> None:
+def test_narrower_types_suit_the_device() -> None:
     found = search(gpu(48), 12, 8192, dtype="float32", gpu_memory_utilization=0.95)
     wide = first(found, "dtype")
     assert wide.settings == {"dtype": "bfloat16"}
-    assert wide.servable
     narrow = search(gpu(24), 8, 8192)
     assert narrow[0].settings == {"kv_cache_dtype": "fp8"}
-    assert narrow[0].servable
-    narrower = search(gpu(24), 18, 8192)
-    assert not narrower[0].servable
-    assert "llmsched serve does not run this yet" in narrower[0].cost
     older = search(gpu(48, computes_bf16=False), 12, 8192, gpu_memory_utilization=0.95)
     assert first(older, "dtype").settings == {"dtype": "float16"}
 
@@ -133,16 +125,16 @@ def test_narrower_types_say_what_serve_cannot_do() -> None:
     ("computes_fp8", "gib", "users", "settings"),
     [
         (True, 23.5, 8, {"kv_cache_dtype": "fp8"}),
-        (True, 23.5, 18, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-        (False, 23.5, 18, {"quantization": "awq", "kv_cache_dtype": "fp8_e5m2"}),
+        (True, 23.5, 18, {"quantization": "int8", "kv_cache_dtype": "fp8"}),
+        (False, 23.5, 18, {"quantization": "int8", "kv_cache_dtype": "fp8_e5m2"}),
         (False, 23.5, 8, {"kv_cache_dtype": "fp8_e5m2"}),
-        (True, 12, 4, {"quantization": "awq"}),
+        (True, 12, 1, {"quantization": "int8"}),
+        (True, 11, 4, {"quantization": "int4"}),
     ],
 )
 def test_lower_precision_comes_first(computes_fp8: bool, gib: float, users: int, settings: dict[str, str]) -> None:
     found = search(gpu(gib, computes_fp8=computes_fp8), users, 8192)
     assert found[0].settings == settings
-    assert found[0].servable == ("quantization" not in settings)
     assert not any(change.settings.keys() & settings.keys() for change in found[1:])
 
 
@@ -199,7 +191,7 @@ def test_explicit_sizes_are_raised_themselves() -> None:
 def test_a_model_that_does_not_fit_at_all_gets_what_would_hold_it() -> None:
     found = changes(PLANNER, EngineConfig(), gpu(12), MemoryDemand(), GPUS)
     assert [change.settings for change in found] == [
-        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        {"quantization": "int8"},
         {"gpu": "small"},
     ]
     tight = changes(PLANNER, EngineConfig(gpu_memory_utilization=0.5), gpu(24), MemoryDemand(), GPUS)

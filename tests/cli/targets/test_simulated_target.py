@@ -136,9 +136,12 @@ def test_prompts_with_a_common_prefix_are_served_from_the_cache(command: Command
         (("--simulate", "v100-32gb", "--dtype", "bfloat16"), "Tesla V100 SXM2 32GB cannot multiply bfloat16"),
         (("--simulate", "h100:"), "is not a known engine class; known are default"),
         (("--simulate", "h100:vlm"), "is not a known engine class; known are default"),
-        (("--quantization", "fp8"), "--quantization: applies only to --simulate"),
+        (("--quantization", "awq"), "--quantization: awq needs --simulate; without it, allowed is fp8, int8, int4"),
         (("--quantization", "fp8", "--simulate", "local"), "local serves the model as it is"),
-        (("--quantization", "fp7", "--simulate", "h100"), "--quantization: must be one of fp8, fp8_block, awq"),
+        (
+            ("--quantization", "fp7", "--simulate", "h100"),
+            "--quantization: must be one of fp8, int8, int4",
+        ),
     ],
 )
 def test_bad_input_is_one_line(command: CommandLine, llama: str, arguments: tuple[str, ...], words: str) -> None:

@@ -12,6 +12,7 @@ import layers
 import mixtures
 import torch
 from batches import MIXED, SHAPES, Batch, Shape, make_batch
+from packed_matrices import KINDS, product_error
 
 from gpu_suite.rows import CheckRow, failure
 from llmsched.kernels import dispatch, reference
@@ -97,7 +98,7 @@ def checks(*, small: bool) -> dict[str, Check]:
             )
         name = f"{short(dtype)} write_kv"
         found[name] = lambda device, name=name, dtype=dtype: check_write(name, dtype, device)  # type: ignore[misc]
-        for name, difference in layer_checks(dtype).items():
+        for name, difference in {**layer_checks(dtype), **product_checks(dtype, small=small)}.items():
             found[name] = lambda device, name=name, difference=difference, dtype=dtype: check_layer(  # type: ignore[misc]
                 name, difference, dtype, device
             )
@@ -166,6 +167,18 @@ def layer_checks(dtype: torch.dtype) -> dict[str, Callable[[Any], float]]:
             ops, reference, 37, 3000, dtype, activation
         )
     return found
+
+
+def product_checks(dtype: torch.dtype, *, small: bool) -> dict[str, Callable[[Any], float]]:
+    """Return functions that compare products with packed matrices of all kinds with those of the unpacked matrix."""
+    shapes = [(3, (50, 96)), (40, (50, 96))] if small else [(1, (4096, 4096)), (40, (1000, 4096)), (300, (777, 1152))]
+    return {
+        f"{short(dtype)} product {number}, {rows} rows": lambda ops, kind=kind, rows=rows, shape=shape: product_error(  # type: ignore[misc]
+            ops, kind, rows, shape, dtype, bias=rows > 1
+        )
+        for number, kind in enumerate(KINDS)
+        for rows, shape in shapes
+    }
 
 
 def check_layer(name: str, difference: Callable[[Any], float], dtype: torch.dtype, device: str) -> CheckRow:

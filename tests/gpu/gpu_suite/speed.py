@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from batches import Shape, make_batch
+from packed_matrices import KINDS, random_matrix
 
 from gpu_suite.limits import DeviceLimits, attempt, beside, copy_bandwidth, limits_of, product_flops, timed
 from gpu_suite.llama import SMALL, Size
@@ -27,6 +28,12 @@ def measure_speed(device: str, *, small: bool) -> Iterator[CheckRow]:
     yield CheckRow("copy bandwidth", f"{copied / 1e9:,.0f} GB/s", bandwidth, data=data)
     flops, data = f"{limits.flops / 1e12:,.1f} TFLOP/s", {"measured": multiplied, "floor_uses": limits.flops}
     yield CheckRow("bf16 products", f"{multiplied / 1e12:,.1f} TFLOP/s", flops, data=data)
+    for number in (0, 6, 11, 13):  # GGUF's Q4, groups of 64 with float32 offsets, int8 and fp8 with a scale a row
+        for rows in (1, 8, 16, 64, size.prefill):
+            name = f"{KINDS[number].code} product in groups of {KINDS[number].group or size.hidden}, {rows} rows"
+            yield attempt(
+                name, lambda number=number, rows=rows, name=name: product_row(name, size, number, rows, device, limits)
+            )
     for case, sequences in attention_cases(size).items():
         name = f"attention alone, {case}"
         yield attempt(name, lambda sequences=sequences, name=name: attention_row(name, size, sequences, device, limits))
@@ -90,3 +97,19 @@ def experts_row(name: str, tokens: int, device: str, limits: DeviceLimits, *, sm
     seconds = timed(run, device, warmup=5, repeats=20)
     floor = max(read / limits.bandwidth, flops / limits.flops)
     return beside(name, seconds, floor, {"weight_bytes": read, "flops": flops})
+
+
+def product_row(name: str, size: Size, number: int, rows: int, device: str, limits: DeviceLimits) -> CheckRow:
+    """Time the product of gate and up with a packed matrix. The floor is one read of the matrix, or the products."""
+    backend = dispatch.load_backend(dispatch.backend_name(device))
+    with torch.device(device), torch.inference_mode():
+        matrix = random_matrix(KINDS[number], 2 * size.inner, size.hidden)
+        inputs = torch.randn(rows, size.hidden).to(size.dtype)
+        dense = torch.randn(2 * size.inner, size.hidden).to(size.dtype)
+        packed, plain = (
+            timed(lambda weight=weight: backend.linear(inputs, weight, None), device, warmup=5, repeats=size.repeats)
+            for weight in ((matrix,), dense)
+        )
+    num_bytes = sum(part.nbytes for part in matrix if part is not None)
+    floor = max(num_bytes / limits.bandwidth, 2 * rows * dense.numel() / limits.flops)
+    return beside(name, packed, floor, {"bytes": num_bytes, "dense_s": plain})
