@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from llmsched.engine.errors import RequestError, one_line
@@ -44,7 +44,7 @@ _NAMES = {
 #: Most compiled grammars that are kept.
 MAX_GRAMMARS = 64
 #: llguidance compiles recursively. A chain of 2,000 references overflows the usual 8 MiB, which would end the process.
-_STACK_BYTES = 512 << 20
+_STACK_BYTES = 256 << 20
 #: By default, where only one text can follow, llguidance allows only the tokens into which it divides that text.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 #: Number of masks from which threads compute them. To wake a thread takes about as long as a mask.
@@ -68,6 +68,8 @@ class Vocabulary:
         self.eos_token_id, self.bos_token_id = eos[0], tokenizer.bos_token_id
         self._encode = partial(tokenizer.encode, add_special_tokens=False)
         self.tokenizer = LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=eos)
+        #: False if masks cannot be right, because the text of a token depends on the tokens beside it.
+        self.is_exact = tokenizer.joins_bytes
         self.threads = LLExecutor() if (os.cpu_count() or 1) > 2 else None
         allowed = np.ones(self.num_words * 32, dtype=bool)
         allowed[eos] = False
@@ -194,6 +196,11 @@ class GrammarCompiler:
             if (grammar := self._kept.get(spec)) is not None:
                 self._kept.move_to_end(spec)
                 return grammar
+        if not self._vocabulary.is_exact:
+            message = (
+                "this model's tokenizer has tokens whose text depends on other tokens, so outputs cannot be constrained"
+            )
+            raise RequestError(param, f"{param} is not supported: {message}")
         check_unicode(spec.text, param)
         if (size := len(spec.text.encode())) > MAX_BYTES[spec.kind]:
             raise RequestError(
@@ -253,8 +260,12 @@ def _lark(spec: GrammarSpec) -> str:
             # One terminal, because a rule may have only 2,000 alternatives.
             return "start: CHOICE\nCHOICE: " + " | ".join(literals([each]) or '""' for each in json.loads(spec.text))
         case "grammar":
+            if is_lark_syntax(spec.text):
+                return spec.text
+            if escape := re.search(r"\\[uU]0[0-9a-fA-F]+", spec.text):  # the conversion would drop the zeros
+                raise ValueError(f"it has the escape {escape[0]}; in GBNF, write the character itself")
             try:
-                return any_to_lark(spec.text)
+                return gbnf_to_lark(spec.text)
             except Exception as error:  # of several types
                 raise ValueError(f"it is neither in Lark's syntax nor in GBNF: {one_line(error)}") from error
         case "tags":

@@ -20,6 +20,9 @@ _MARK = "\ufdd0\ufdd1"
 #: Byte-fallback token of SentencePiece.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+#: Decoders that give a token the same text wherever it stands, but for a space at the beginning.
+_JOINING = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
 
 class Tokenizer:
     """Thread-safe tokenizer of one model."""
@@ -45,6 +48,8 @@ class Tokenizer:
         #: True if tokens are written in GPT-2's byte-level alphabet.
         self.byte_level = any(part["type"] == "ByteLevel" for part in decoders)
         self._byte_fallback = any(part["type"] == "ByteFallback" for part in decoders)
+        #: True if the text of token ids is the text of their joined bytes, but for a space at its beginning.
+        self.joins_bytes = bool(decoders) and {part["type"] for part in decoders} <= _JOINING
         self._spiece = any(_SPIECE_SPACE in json.dumps(part, ensure_ascii=False) for part in decoders)
 
     @property

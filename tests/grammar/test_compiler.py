@@ -114,6 +114,7 @@ def test_a_schema_that_cannot_be_enforced(schema: Any, place: str, message: str)
         (GrammarSpec("grammar", 'start: %json {"not": {}}'), "not"),
         (GrammarSpec("grammar", "root ::= [a"), "GBNF"),
         (GrammarSpec("grammar", ""), "neither in Lark"),
+        (GrammarSpec("grammar", r'root ::= "\u0041bc"'), r"it has the escape \u0041bc; in GBNF"),
         (GrammarSpec("grammar", 'start: a\na: a "x"'), "no"),
     ],
 )

@@ -12,10 +12,15 @@ import regex
 import torch
 from engines import EOS, sampling, tokenizer
 from tiny_models import VOCAB_SIZE
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from llmsched.engine.errors import RequestError
 from llmsched.engine.executor.penalties import unpacked, unpacked_bits
 from llmsched.engine.grammar.compiler import Grammar, GrammarCompiler, Matcher, Vocabulary, token_masks
 from llmsched.engine.grammar.spec import JSON_OBJECT, GrammarSpec, Tag, tagged_output
+from llmsched.engine.text.tokenizer import Tokenizer
 
 TOKENS = [tokenizer().token_bytes(i) for i in range(VOCAB_SIZE)]
 PLAIN = {i for i, token in enumerate(TOKENS) if token and not tokenizer().is_special(i)}
@@ -69,6 +74,10 @@ CASES: dict[str, tuple[GrammarSpec, Rule]] = {
     "gbnf": (
         GrammarSpec("grammar", 'root ::= item ("," item)*\nitem ::= "on" | [0-9]+'),
         pattern("(on|[0-9]+)(,(on|[0-9]+))*"),
+    ),
+    "gbnf escapes": (
+        GrammarSpec("grammar", r'root ::= [\x61-\x63] "\\" [\]\n] "\u1e9e"'),
+        language([f"{a}\\{b}ẞ" for a in "abc" for b in "]\n"]),
     ),
     "special token": (GrammarSpec("grammar", 'start: "a" <[1]> "b"'), None),
     "integer": (GrammarSpec.json_schema({"type": "integer"}), pattern("-?(0|[1-9][0-9]*)")),
@@ -189,6 +198,7 @@ def test_of_tokens_with_equal_bytes_one_is_allowed() -> None:
         """Tokenizer with three tokens for "a", of which the first is the token of a byte."""
 
         bos_token_id = None
+        joins_bytes = True
         names = ("<0x61>", "a", "b", "a", "</s>")
 
         def __init__(self) -> None:
@@ -262,6 +272,48 @@ def test_a_special_token_begins_a_tag() -> None:
         assert EOS in allowed(matcher)
     with pytest.raises(ValueError, match="does not begin with the trigger"):
         tagged_output([Tag(["a"], {})], trigger="b")
+
+
+def makers() -> dict[str, Backend]:
+    """Return tokenizers as in Gemma, T5, BERT and the first GPT."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["\u2581", '\u2581"', "a", "\u2581a", '"', "{", "}", ":", "1", ","]
+    gemma = Backend(models.BPE({w: i for i, w in enumerate([*bytes_, *words])}, [], byte_fallback=True))
+    gemma.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    t5 = Backend(models.Unigram([("<unk>", 0.0)] + [(word, -1.0) for word in words], 0, False))
+    t5.decoder = decoders.Metaspace()
+    bert = Backend(models.WordPiece({word: i for i, word in enumerate(["[UNK]", *words])}, unk_token="[UNK]"))
+    bert.decoder = decoders.WordPiece()
+    gpt = Backend(models.BPE({"a": 0, "a</w>": 1, '"': 2}, []))
+    gpt.decoder = decoders.BPEDecoder()
+    return {"gemma": gemma, "t5": t5, "bert": bert, "gpt": gpt}
+
+
+@pytest.mark.parametrize("name", ["gemma", "t5", "bert", "gpt"])
+def test_other_kinds_of_tokenizers(name: str) -> None:
+    backend = makers()[name]
+    backend.add_special_tokens(["</s>"])
+    own = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    size = own.vocab_size + 5
+    compiler = GrammarCompiler(Vocabulary(own, size, own.eos_token_ids), lambda seconds: None)
+    if name in ("bert", "gpt"):
+        with pytest.raises(RequestError, match="tokens whose text depends on other tokens"):
+            compiler.compile(JSON_OBJECT, "test")
+        return
+    matcher = compiler.compile(JSON_OBJECT, "test").matcher()
+    text = '{"a": 1, "aa": "a a"}' if name == "t5" else '{"a": 1, "b\n": "\u00e9"}'.replace("\n", " ")
+    ids = []
+    rest = text.encode()
+    while rest:
+        bits = unpacked(token_masks([matcher], [False]), size, torch.device("cpu"))[0]
+        following = [
+            i for i in bits.nonzero()[:, 0].tolist() if rest.startswith(own.token_bytes(i)) and own.token_bytes(i)
+        ]
+        ids.append(max(following, key=lambda i: len(own.token_bytes(i))))
+        assert matcher.accept(ids[-1]) is None
+        rest = rest.removeprefix(own.token_bytes(ids[-1]))
+    assert matcher.finished
+    assert own.decode(ids) == text
 
 
 def test_a_sequence_has_a_matcher_of_its_own() -> None:
