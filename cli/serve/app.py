@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ from llmsched.cli.serve.protocol import (
     parse,
     priority_of,
 )
+from llmsched.cli.serve.responses_answer import ResponsesAnswer, ResponsesFormat
+from llmsched.cli.serve.responses_request import ResponsesRequest
 from llmsched.cli.serve.sse_response import EventStream
 from llmsched.cli.serve.tokenize_routes import tokenize_routes
 from llmsched.engine.errors import EngineDeadError, LlmschedError
@@ -43,7 +46,9 @@ from llmsched.engine.text.parsers.notation import Notation, find_notation
 T = TypeVar("T")
 R = TypeVar("R", bound=ModelRequest)
 G = TypeVar("G", bound=GenerationRequest)
+F = TypeVar("F", bound=ChoiceFormat)
 
+_ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize and /detokenize"
 #: Bodies up to this size are parsed at once; larger ones take turns.
 _SMALL_BYTES = 64 << 10
 
@@ -82,9 +87,7 @@ def build_app(
         """Answer an unknown route or a wrong method in OpenAI's error shape."""
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         if error.status_code == 404:
-            message += (
-                "; this server answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize and /detokenize"
-            )
+            message += f"; this server answers {_ROUTES}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientDisconnect)
@@ -149,6 +152,10 @@ def _model_routes(served: _ServedModel) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         return await served.answer(request, ChatRequest, served.preparer.chat, ChatFormat)
 
+    @router.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await served.answer_response(request)
+
     return router
 
 
@@ -207,13 +214,31 @@ class _ServedModel:
         prepare: Callable[[G], Iterator[PreparedPrompt]],
         make_format: Callable[[G, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
+        self._check_open()
+        request, prompts = await self.prepare(http, schema, prepare)
+        return await self._respond(http, make_format(request, prompts, self._writer), CompletionResponse)
+
+    async def answer_response(self, http: Request) -> Response:
+        """Answer a request to /v1/responses."""
+        self._check_open()
+        request, prompts = await self.prepare(http, ResponsesRequest, self.preparer.response)
+        choice_format = ResponsesFormat(request.chat, prompts, self._writer)
+        return await self._respond(http, choice_format, partial(ResponsesAnswer, request))
+
+    def _check_open(self) -> None:
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         self._engine.check_queue()
-        request, prompts = await self.prepare(http, schema, prepare)
+
+    async def _respond(
+        self,
+        http: Request,
+        choice_format: F,
+        make_response: Callable[[AsyncEngine, F, str, int, str], CompletionResponse],
+    ) -> Response:
+        request = choice_format.request
         priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
-        choice_format = make_format(request, prompts, self._writer)
-        response = CompletionResponse(self._engine, choice_format, self._model_name, priority, http.state.request_id)
+        response = make_response(self._engine, choice_format, self._model_name, priority, http.state.request_id)
         self.answer_ids.add(http.state.request_id, response.id)
         if request.stream:
             return EventStream(response.events, response.abort, self.limits.sse_keep_alive)

@@ -18,6 +18,7 @@ from llmsched.cli.serve.protocol import (
     PrefixRequest,
     Prompt,
 )
+from llmsched.cli.serve.responses_request import ResponsesRequest, renamed
 from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.grammar.compiler import Grammar
@@ -53,6 +54,8 @@ class Preparer:
     def is_large(self, request: ModelRequest) -> bool:
         """Return True if a grammar must be compiled, which may take a second."""
         wanted: Wanted | None = None
+        if isinstance(request, ResponsesRequest):
+            return request.text is not None or bool(request.tools)
         if isinstance(request, ChatRequest):
             wanted = wanted_output(request, self._notation)
         elif isinstance(request, GenerationRequest):
@@ -101,6 +104,13 @@ class Preparer:
             extra["shown_token_ids"] = frozenset(notation.special_ids.values())
         sampling = self._sampling(request, len(token_ids), self._max_model_len, extra)
         yield PreparedPrompt(token_ids, None, sampling, make_parser, after)
+
+    def response(self, request: ResponsesRequest) -> Iterator[PreparedPrompt]:
+        """Yield the one tokenised prompt of a response. Raises RequestError if it cannot be served."""
+        try:
+            yield from self.chat(request.chat)
+        except RequestError as error:
+            raise renamed(error) from error
 
     def _effort_options(self, effort: str) -> dict[str, Any]:
         """Return the options that stand for reasoning_effort. Raises RequestError if the chat template has none."""

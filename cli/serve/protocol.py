@@ -272,6 +272,11 @@ def parse(schema: type[R], body: bytes, max_choices: int = MAX_CHOICES, max_valu
         raise RequestError(None, f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError(None, f"the body must be a JSON object, not {type(fields).__name__}")
+    return validate(schema, fields, max_choices)
+
+
+def validate(schema: type[R], fields: dict[str, Any], max_choices: int = MAX_CHOICES) -> R:
+    """Return the request with these fields. Raises RequestError like `parse`."""
     for name, harmless in schema.unsupported.items():
         if (value := fields.pop(name, None)) is not None and value != harmless:
             raise RequestError(name, f"{name} is not supported by this server; leave it out")

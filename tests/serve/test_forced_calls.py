@@ -145,6 +145,16 @@ def test_openai_python_parses_the_arguments(server: LiveServer) -> None:
     assert [type(event.parsed_arguments) for event in done] == [Paint]
 
 
+def test_openai_python_parses_responses(server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    fields: Any = {"model": "tiny", "input": "x", "reasoning": {"effort": "none"}}
+    assert isinstance(client.responses.parse(text_format=Paint, **fields).output_parsed, Paint)
+    tools: Any = [{"type": "function", "name": "paint", "parameters": PAINT}]
+    with client.responses.stream(tools=tools, tool_choice={"type": "function", "name": "paint"}, **fields) as stream:
+        (item,) = stream.get_final_response().output
+    assert (item.type, json.loads(item.arguments)["color"] in COLORS) == ("function_call", True)
+
+
 def test_tools_beside_a_response_format(http: httpx.Client) -> None:
     schema = {"name": "answer", "schema": {"enum": ["yes", "no"]}}
     found = answers(http, response_format={"type": "json_schema", "json_schema": schema}, n=16, temperature=1.5)
