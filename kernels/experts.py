@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmsched.kernels.activations import ACTIVATIONS, Activation
+from llmsched.kernels.packed_matrix import PackedMatrix
+
+#: Matrices of all experts, [E, M, N] with any strides, or one packed matrix [E x M, N].
+Matrices = Tensor | PackedMatrix
 
 
 class Routing(NamedTuple):
@@ -75,8 +79,8 @@ def run_experts(
     rows: Tensor,
     experts: Tensor,
     weights: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Matrices,
+    down: Matrices,
     *,
     gate: Gate,
     up_bias: Tensor | None = None,
@@ -86,19 +90,37 @@ def run_experts(
 
     - rows: [T, N].
     - experts, weights: [T, C], as `route` returns them. No token has an expert twice.
-    - up: [E, 2 M, N] with any strides. An expert's first product is row @ up.T + bias; it has gate and up (see Gate).
-    - down: [E, N, M] with any strides, for the second product.
+    - up: [E, 2 M, N]. An expert's first product is row @ up.T + bias; it has gate and up (see Gate).
+    - down: [E, N, M], for the second product.
     - up_bias: [E, 2 M]. down_bias: [E, N].
 
     The products of a token are added in float32, always in the same order.
     """
     output = torch.zeros_like(rows, dtype=torch.float32)
-    for expert in range(len(up)):
+    count = count_experts(down, rows.shape[1])
+    for expert in range(count):
         tokens, places = (experts == expert).nonzero(as_tuple=True)
-        inner = F.linear(rows[tokens], up[expert], None if up_bias is None else up_bias[expert])
-        outer = F.linear(join(inner, gate), down[expert], None if down_bias is None else down_bias[expert])
+        first, second = (
+            found if isinstance(found, Tensor) else found.unpacked().to(rows.dtype)
+            for found in (matrix_of(matrices, expert, count) for matrices in (up, down))
+        )
+        inner = F.linear(rows[tokens], first, None if up_bias is None else up_bias[expert])
+        outer = F.linear(join(inner, gate), second, None if down_bias is None else down_bias[expert])
         output[tokens] += outer.float() * weights[tokens, places, None]
     return output.to(rows.dtype)
+
+
+def count_experts(down: Matrices, size: int) -> int:
+    """Return the number of experts, whose second products have `size` numbers."""
+    return len(down) if isinstance(down, Tensor) else down.shape[0] // size
+
+
+def matrix_of(matrices: Matrices, expert: int, count: int) -> Matrices:
+    """Return the matrix of one of `count` experts, [M, N]."""
+    if isinstance(matrices, Tensor):
+        return matrices[expert]
+    rows = matrices.shape[0] // count
+    return matrices.rows(slice(expert * rows, (expert + 1) * rows))
 
 
 def join(rows: Tensor, gate: Gate) -> Tensor:

@@ -42,8 +42,8 @@ class QuantisedMatrix:
 
     @property
     def is_kept(self) -> bool:
-        """True if the matrix can stay quantised in memory. The matrices of routed experts are dequantised."""
-        return self.layout != "experts" and ".experts." not in self.weight
+        """True if the matrix can stay quantised in memory. Matrices of single experts are dequantised."""
+        return self.layout == "experts" or ".experts." not in self.weight
 
     @property
     def bits(self) -> int:
@@ -58,7 +58,8 @@ class QuantisedMatrix:
     @property
     def group(self) -> int:
         """Number of neighbouring columns that share a scale in memory."""
-        return min(math.gcd(self.span[1], self.shape[-1]), self.shape[-1])
+        columns = self.shape[-2 if self.layout == "experts" else -1]  # those are held transposed
+        return min(math.gcd(self.span[1], columns), columns)
 
     @property
     def packed_bytes(self) -> int:

@@ -191,7 +191,7 @@ def _schemes(method: str, settings: Mapping[str, Any]) -> Iterator[Scheme]:
     yield from (Scheme(None, pattern=_module_pattern(name)) for name in _ignored(settings))
     match method:
         case "mxfp4":  # only experts, with one 8-bit exponent per 32 weights
-            yield Scheme(4.25, experts=True)
+            yield Scheme(4.25, experts=True, packed_bits=4.5)
         case "fp8" | "fbgemm-fp8":  # one float32 scale per block, if there are blocks
             rows, columns = get("weight_block_size") or (0, 0)
             yield Scheme(

@@ -106,7 +106,8 @@ def model_weights(
         parts = (("matrices", sizes.linear, total.linear), ("experts", sizes.experts, total.experts))
         bits = ", ".join(f"{8 * size / count:.3g} bits in {name}" for name, size, count in parts if count)
         counted = f"count as {bits}" if quantization.known else f"count {dtype_bytes} bytes each"
-        if packed and total.experts and any(quantization.bits(name, expert=True) for name in modules):
+        dequantised = packed and total.experts and not _keeps_experts(quantization)
+        if dequantised and any(quantization.bits(name, expert=True) for name in modules):
             notes += (_DENSE_EXPERTS,)
         notes += (f"the checkpoint is quantised ({quantization.method}); without its files weights {counted}",)
     kinds = (quantization.method,) if packed and quantization is not None else ()
@@ -141,9 +142,9 @@ def stored_bytes(
 ) -> Parameters:
     """Return the bytes of each class of parameters. Unquantised parameters take `dtype_bytes` bytes each.
 
-    If `packed` is True, the bytes are those in the memory of `llmsched serve`, which dequantises experts.
+    If `packed` is True, the bytes are those in the memory of `llmsched serve`.
     """
-    quantised = ("linear",) if packed else ("linear", "experts")
+    quantised = ("linear", "experts") if not packed or _keeps_experts(quantization) else ("linear",)
     sizes = [0.0] * len(Parameters._fields)
     for name, counted in modules.items():
         for place, (each, count) in enumerate(zip(Parameters._fields, counted, strict=True)):
@@ -163,6 +164,11 @@ def _rounded_bytes(modules: Mapping[str, Parameters], rounding: str, dtype_bytes
             total += count * (ONLINE_FORMATS[chosen].num_bytes((1, width)) / width - dtype_bytes)
         total += sum(counted) * dtype_bytes
     return total
+
+
+def _keeps_experts(quantization: Quantization | None) -> bool:
+    """Return True if `llmsched serve` keeps the matrices of experts quantised, as those of gpt-oss."""
+    return quantization is not None and quantization.method == "mxfp4"
 
 
 def _settings(fields: Fields) -> Mapping[str, Any]:

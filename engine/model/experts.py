@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llmsched.engine.model.modules import UnknownStructureError, activation_of
+from llmsched.engine.model.packed_experts import PackedExperts
 from llmsched.kernels import reference
-from llmsched.kernels.experts import Gate, Routing, join
+from llmsched.kernels.experts import Gate, Matrices, Routing, join
 
 #: Random rows for which the weights of experts are compared, and rows for which outputs are compared.
 ROUTED_ROWS, COMPUTED_ROWS = 64, 4
@@ -34,8 +35,8 @@ class ExpertParts(NamedTuple):
     router_type: torch.dtype  # in which logits are computed
     routing: Routing
     correction: Tensor | None
-    up: Tensor
-    down: Tensor
+    up: Matrices
+    down: Matrices
     gate: Gate
     up_bias: Tensor | None
     down_bias: Tensor | None
@@ -59,16 +60,10 @@ def read_experts(block: nn.Module, parts: Mapping[str, nn.Module], config: Any) 
     Raises UnknownStructureError for a module that cannot be computed.
     """
     experts = parts["experts"]
-    weights = {name: parameter.detach() for name, parameter in experts.named_parameters()}
-    if not {"gate_up_proj", "down_proj"} <= weights.keys() <= {"gate_up_proj", "down_proj", *_BIASES}:
-        raise UnknownStructureError(f"experts ({type(experts).__name__}) have parameters {', '.join(sorted(weights))}")
     own = _router_tensors(block, parts["router"])
-    up, down, router = weights["gate_up_proj"], weights["down_proj"], own["weight"]
-    num_experts, hidden = router.shape
-    if getattr(experts, "is_transposed", up.shape[2] != hidden):  # gpt-oss
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    if (len(up), up.shape[2]) != (num_experts, hidden) or down.shape != (num_experts, hidden, up.shape[1] // 2):
-        raise UnknownStructureError(f"experts have weights of {tuple(up.shape)} and {tuple(down.shape)}")
+    router = own["weight"]
+    up, down = _matrices(experts, *router.shape)
+    weights = {name: parameter.detach() for name, parameter in experts.named_parameters()}
     correction = own["e_score_correction_bias"].float() if "e_score_correction_bias" in own else None
     router_type, routing = _find_routing(block, experts, router, config, correction)
     made = ExpertParts(
@@ -77,6 +72,21 @@ def read_experts(block: nn.Module, parts: Mapping[str, nn.Module], config: Any) 
     )
     _compare(made, block, parts)
     return made
+
+
+def _matrices(experts: nn.Module, num_experts: int, hidden: int) -> tuple[Matrices, Matrices]:
+    """Return the matrices of the experts' first and second products."""
+    if isinstance(experts, PackedExperts):
+        return experts.up.matrix, experts.down.matrix
+    weights = {name: parameter.detach() for name, parameter in experts.named_parameters()}
+    if not {"gate_up_proj", "down_proj"} <= weights.keys() <= {"gate_up_proj", "down_proj", *_BIASES}:
+        raise UnknownStructureError(f"experts ({type(experts).__name__}) have parameters {', '.join(sorted(weights))}")
+    up, down = weights["gate_up_proj"], weights["down_proj"]
+    if getattr(experts, "is_transposed", up.shape[2] != hidden):  # gpt-oss
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    if (len(up), up.shape[2]) != (num_experts, hidden) or down.shape != (num_experts, hidden, up.shape[1] // 2):
+        raise UnknownStructureError(f"experts have weights of {tuple(up.shape)} and {tuple(down.shape)}")
+    return up, down
 
 
 def _router_tensors(block: nn.Module, router: nn.Module) -> dict[str, Tensor]:
@@ -159,6 +169,8 @@ def _rules(config: Any, chosen: int, num_experts: int) -> Iterator[Routing]:
 
 def _find_gate(experts: Any) -> Gate:
     """Return the rule by which experts join gate and up."""
+    if isinstance(experts, PackedExperts):
+        return experts.gate
     if hasattr(experts, "act_fn"):
         gate = Gate(activation_of(experts.act_fn))
     elif hasattr(experts, "alpha") and hasattr(experts, "limit"):

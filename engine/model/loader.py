@@ -194,8 +194,10 @@ def load_model(
     _check_complete(source, report)
     _check_tied(source, model)
     if matrices:
+        from llmsched.engine.model.packed_experts import pack_experts
         from llmsched.engine.model.packed_modules import pack_modules
 
+        pack_experts(model, matrices)
         pack_modules(model, matrices)
     model.requires_grad_(False)
     _move(model, device, progress)

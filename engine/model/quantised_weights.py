@@ -61,13 +61,15 @@ def dequantised_state_dict(
 
         def pack() -> Tensor:
             assert packed_matrices is not None
-            packed_matrices[matrix.weight] = packed(matrix, get, settings, where)
+            of_experts = matrix.layout == "experts"
+            found = packed_experts(get) if of_experts else packed(matrix, get, settings, where)
+            packed_matrices[matrix.weight] = found
             return torch.zeros((), dtype=dtype).expand(matrix.shape)
 
-        if matrix.layout == "experts":
-            return LazyTensor(lambda: _experts(matrix, get, dtype))
         if packed_matrices is not None and matrix.is_kept:
             return LazyTensor(pack)
+        if matrix.layout == "experts":
+            return LazyTensor(lambda: _experts(matrix, get, dtype))
         return LazyTensor(lambda: packed(matrix, get, settings, where).unpacked().to(dtype))
 
     plain = {name: tensor for name, tensor in state.items() if name not in parts}
@@ -183,6 +185,16 @@ def _floats(scales: Tensor) -> Tensor:
     if scales.is_floating_point() and scales.dtype != torch.float8_e8m0fnu:
         return scales
     return scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
+
+
+def packed_experts(get: Get) -> PackedMatrix:
+    """Return the mxfp4 matrices of gpt-oss's experts as one packed matrix."""
+    blocks, scales = get("blocks"), _floats(get("scales"))
+    codes = torch.empty_like(blocks)
+    for pairs, output in zip(blocks, codes, strict=True):
+        halves = _unpacked(pairs.flatten(0, 1), 4).view(*pairs.shape[:2], 2, BLOCK // 2)
+        torch.bitwise_or(halves[:, :, 0], halves[:, :, 1] << 4, out=output)
+    return PackedMatrix(codes.view(-1, codes[0, 0].numel()), scales.reshape(-1, scales.shape[2]), table=FP4.clone())
 
 
 def _experts(matrix: QuantisedMatrix, get: Get, dtype: torch.dtype) -> Tensor:

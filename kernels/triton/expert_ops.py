@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from llmsched.kernels.activations import Activation
-from llmsched.kernels.experts import Gate, Routing
+from llmsched.kernels.experts import Gate, Matrices, Routing, count_experts
+from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.triton.experts import expert_kernel, order_kernel, route_kernel
+from llmsched.kernels.triton.packed_products import FLOAT_8, INTEGER, TABLE
 
 #: Pairs that the ordering kernel reads at a time.
 ORDER_BLOCK = 1024
@@ -70,50 +72,54 @@ def run_experts(
     rows: Tensor,
     experts: Tensor,
     weights: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Matrices,
+    down: Matrices,
     *,
     gate: Gate,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
     tokens, chosen = experts.shape
-    num_experts, num_pairs = len(up), tokens * chosen
+    num_experts, num_pairs = count_experts(down, rows.shape[1]), tokens * chosen
     if not num_pairs:
         return torch.empty_like(rows)
     order = torch.empty(num_pairs, dtype=torch.int32, device=rows.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=rows.device)
     order_kernel[(num_experts,)](experts, order, starts, num_pairs, BLOCK=ORDER_BLOCK)
     places = order, starts, weights
-    inner = _product(rows, up, up_bias, *places, rows.new_empty(num_pairs, up.shape[1] // 2), gate)
-    outer = _product(inner, down, down_bias, *places, rows.new_empty(num_pairs, down.shape[1]), None)
+    inner = _product(rows, up, up_bias, *places, gate)
+    outer = _product(inner, down, down_bias, *places, None)
     return outer.view(tokens, chosen, -1).sum(dim=1)
 
 
 def _product(
     rows: Tensor,
-    matrices: Tensor,
+    matrices: Matrices,
     biases: Tensor | None,
     order: Tensor,
     starts: Tensor,
     weights: Tensor,
-    output: Tensor,
     gate: Gate | None,
 ) -> Tensor:
-    """Launch the products of all experts, the first ones if `gate` is given, else the second ones. Return `output`."""
-    num_pairs, (num_experts, width, size) = len(order), matrices.shape
+    """Return the products of all experts, the first ones if `gate` is given, else the second ones."""
+    num_pairs, num_experts, (*_, size) = len(order), len(starts) - 1, matrices.shape
+    packed = None if isinstance(matrices, Tensor) else matrices
+    numbers, coding = (matrices, 0) if isinstance(matrices, Tensor) else _codes(matrices, num_experts)
+    width = numbers.shape[1]
+    output = rows.new_empty(num_pairs, width if gate is None else width // 2)
     tiling = choose_expert_tiling(num_pairs, num_experts, rows.element_size())
     blocks = num_pairs // tiling.block_m + min(num_pairs, num_experts)  # each expert has at most one that is not full
     rule = gate or Gate()
     expert_kernel[(blocks * -(-width // tiling.block_n),)](
         rows,
-        matrices,
+        numbers,
+        *(weights if each is None else each for each in (packed or (None,) * 4)[1:4]),
         weights if biases is None else biases,
         order,
         starts,
         weights,
         output,
-        *matrices.stride(),
+        *numbers.stride(),
         rule.slope,
         rule.limit,
         rule.shift,
@@ -126,6 +132,10 @@ def _product(
         ACTIVATION=get_args(Activation).index(rule.activation),
         LIMITED=rule.limit < math.inf,
         BIAS=biases is not None,
+        CODING=coding,
+        PER_BYTE=0 if packed is None else 8 // packed.bits,
+        GROUP=1 if packed is None else size // packed.scales.shape[1],
+        SHIFTED=packed is not None and packed.offsets is not None,
         BLOCK_E=power_of_two(num_experts),
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
@@ -135,6 +145,14 @@ def _product(
         enable_fp_fusion=True,
     )
     return output
+
+
+def _codes(matrix: PackedMatrix, num_experts: int) -> tuple[Tensor, int]:
+    """Return the codes of a packed matrix as integers [E, M, bytes], and what a code stands for."""
+    codes = matrix.codes.view(num_experts, -1, matrix.codes.shape[1])
+    if codes.dtype == torch.float8_e4m3fn:
+        return codes.view(torch.int8), FLOAT_8.value
+    return codes, INTEGER.value if matrix.table is None else TABLE.value
 
 
 def power_of_two(size: int) -> int:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from llmsched.kernels.triton.layer import activate
+from llmsched.kernels.triton.packed_products import HALF, decoded
 
 
 @triton.jit
@@ -124,9 +125,88 @@ def find_block(starts, block, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOC
 
 
 @triton.jit
+def dense_product(
+    rows,
+    sources,
+    real,
+    matrix,
+    names,
+    inside,
+    row_stride,
+    column_stride,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the products of some rows with the rows `names` of a matrix."""
+    # `sources` are the numbers of the rows. `real` and `inside` are False for padding.
+    columns = matrix + names[None, :] * row_stride
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        depth = start + tl.arange(0, BLOCK_K)
+        left, right = real[:, None], inside[None, :]
+        if SIZE % BLOCK_K != 0:
+            left, right = left & (depth < SIZE)[None, :], right & (depth < SIZE)[:, None]
+        x = tl.load(rows + sources[:, None] * SIZE + depth[None, :], mask=left, other=0.0)
+        y = tl.load(columns + depth[:, None] * column_stride, mask=right, other=0.0)
+        product = tl.dot(x, y, product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def packed_product(
+    rows,
+    sources,
+    real,
+    codes,
+    scales,
+    offsets,
+    table,
+    names,
+    inside,
+    SIZE: tl.constexpr,
+    CODING: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Return the products of some rows with the rows `names` of a packed matrix, see `packed_products`."""
+    ROW_BYTES: tl.constexpr = SIZE // PER_BYTE
+    places, lanes, numbers = tl.arange(0, BLOCK_B // HALF) * HALF, tl.arange(0, HALF), tl.arange(0, BLOCK_B)
+    columns = numbers // HALF * (HALF * PER_BYTE) + numbers % HALF
+    code_rows = codes + names[:, None, None] * ROW_BYTES + lanes[None, None, :]
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, ROW_BYTES, BLOCK_B):
+        there = inside[:, None] & (start + places < ROW_BYTES)[None, :]
+        packed = tl.load(code_rows + (start + places)[None, :, None], mask=there[:, :, None], other=0)
+        for half in tl.static_range(PER_BYTE):
+            part = packed
+            if PER_BYTE == 2:
+                part = packed >> 4 if half else packed & 15
+            group = names[:, None] * (SIZE // GROUP) + (((start + places) * PER_BYTE + half * HALF) // GROUP)[None, :]
+            scale = tl.load(scales + group, mask=there, other=0.0).to(tl.float32)
+            weights = decoded(part, table, CODING) * scale[:, :, None]
+            if SHIFTED:
+                weights += tl.load(offsets + group, mask=there, other=0.0).to(tl.float32)[:, :, None]
+            column = start * PER_BYTE + half * HALF + columns
+            left = real[:, None] & (column < SIZE)[None, :]
+            x = tl.load(rows + sources[:, None] * SIZE + column[None, :], mask=left, other=0.0)
+            weights = tl.trans(weights.to(x.dtype).reshape(BLOCK_N, BLOCK_B))
+            product = tl.dot(x, weights, product, input_precision="ieee")
+    return product
+
+
+@triton.jit
 def expert_kernel(
     rows,  # [T, SIZE] if GATED, else [P, SIZE] in the order of the pairs
-    matrices,  # [EXPERTS, WIDTH, SIZE] with the strides below
+    matrices,  # [EXPERTS, WIDTH, SIZE] with the strides below; codes [EXPERTS x WIDTH, SIZE / PER_BYTE] if PER_BYTE > 0
+    scales,  # [EXPERTS x WIDTH, SIZE / GROUP]; unused if PER_BYTE is 0
+    offsets,  # [EXPERTS x WIDTH, SIZE / GROUP]; unused unless SHIFTED
+    table,  # [16]; unused unless CODING is TABLE
     biases,  # [EXPERTS, WIDTH]; unused unless BIAS
     order,  # [P]
     starts,  # [EXPERTS + 1]
@@ -147,6 +227,10 @@ def expert_kernel(
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
     BIAS: tl.constexpr,
+    CODING: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -167,16 +251,16 @@ def expert_kernel(
     names = columns
     if GATED and not INTERLEAVED:  # gate and up alternate in the columns of the product
         names = columns % 2 * (WIDTH // 2) + columns // 2
-    matrix = matrices + expert.to(tl.int64) * expert_stride + names[None, :] * row_stride
-    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, SIZE, BLOCK_K):
-        depth = start + tl.arange(0, BLOCK_K)
-        left, right = real[:, None], inside[None, :]
-        if SIZE % BLOCK_K != 0:
-            left, right = left & (depth < SIZE)[None, :], right & (depth < SIZE)[:, None]
-        x = tl.load(rows + sources[:, None] * SIZE + depth[None, :], mask=left, other=0.0)
-        y = tl.load(matrix + depth[:, None] * column_stride, mask=right, other=0.0)
-        product = tl.dot(x, y, product, input_precision="ieee")
+    if PER_BYTE > 0:
+        product = packed_product(
+            rows, sources, real, matrices, scales, offsets, table, expert.to(tl.int64) * WIDTH + names, inside,
+            SIZE, CODING, PER_BYTE, GROUP, SHIFTED, BLOCK_M, BLOCK_N, BLOCK_K // 2,
+        )  # fmt: skip
+    else:
+        product = dense_product(
+            rows, sources, real, matrices + expert.to(tl.int64) * expert_stride, names, inside, row_stride,
+            column_stride, SIZE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     if BIAS:
         product += tl.load(biases + expert * WIDTH + names, mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATED:

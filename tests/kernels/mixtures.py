@@ -10,6 +10,7 @@ from layers import normal
 from torch import Tensor
 
 from llmsched.kernels.experts import Gate, Routing
+from llmsched.kernels.packed_matrix import PackedMatrix
 
 #: Name -> (number of experts, rule, whether a correction is added to the scores).
 ROUTINGS: dict[str, tuple[int, Routing, bool]] = {
@@ -35,6 +36,7 @@ class Mixture:
     gate: Gate = Gate()
     biases: bool = False
     transposed: bool = False
+    packed: Literal["mxfp4", "int4", "fp8", ""] = ""  # kind of the matrices, if they are packed
     choice: Literal["random", "first", "apart"] = "random"  # experts 0 to C - 1, or none that another token has
 
 
@@ -48,6 +50,9 @@ MIXTURES: dict[str, Mixture] = {
     "one expert has all tokens": Mixture(tokens=70, num_experts=64, chosen=1, choice="first"),
     "each expert has all tokens": Mixture(tokens=20, num_experts=3, chosen=3, choice="first"),
     "experts of one token each": Mixture(tokens=7, num_experts=90, chosen=4, choice="apart"),
+    "packed mxfp4": Mixture(hidden=64, inner=96, gate=OSS, biases=True, packed="mxfp4"),
+    "packed int4": Mixture(tokens=150, num_experts=4, hidden=96, inner=64, packed="int4"),
+    "packed fp8": Mixture(hidden=128, inner=32, packed="fp8"),
     "many tokens": Mixture(tokens=150, num_experts=4, hidden=72, inner=100),
 }
 
@@ -69,12 +74,30 @@ def dense_weights(experts: Tensor, weights: Tensor, num_experts: int) -> Tensor:
     return weights.new_zeros(len(weights), num_experts).scatter_(1, experts.long(), weights)
 
 
-def inputs(case: Mixture, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def random_packed(num_rows: int, size: int, kind: str) -> PackedMatrix:
+    """Return a packed matrix with random codes and scales; mxfp4 has a table, int4 offsets."""
+    bits, group = (8, size) if kind == "fp8" else (4, 32)
+    numbers = normal(num_rows, size * bits // 8, seed=num_rows)
+    codes = numbers.to(torch.float8_e4m3fn) if kind == "fp8" else (40 * numbers).int().to(torch.uint8)
+    scales = 0.01 + 0.01 * normal(num_rows, size // group, seed=size).abs()
+    table = normal(16) if kind == "mxfp4" else None
+    if kind == "fp8":
+        return PackedMatrix(codes, scales)
+    return PackedMatrix(codes, scales.bfloat16(), None if kind == "mxfp4" else -8 * scales, table)
+
+
+def inputs(case: Mixture, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return tensors and options of `run_experts`."""
     tokens, count, hidden, inner = case.tokens, case.num_experts, case.hidden, case.inner
     rows = normal(tokens, hidden, dtype=dtype)
+    up: Any
+    down: Any
     up, down = normal(count, 2 * inner, hidden, seed=1) / 8, normal(count, hidden, inner, seed=2) / 8
     up, down = up.to(dtype), down.to(dtype)
+    if case.packed:
+        up, down = (
+            random_packed(count * size, width, case.packed) for size, width in ((2 * inner, hidden), (hidden, inner))
+        )
     if case.transposed:
         up, down = (weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in (up, down))
     experts = normal(tokens, count, seed=3).argsort(dim=1)[:, : case.chosen].int()
@@ -95,7 +118,7 @@ def mixture_difference(module: Any, expected: Any, case: str, dtype: torch.dtype
     The expected result is computed in float32.
     """
     tensors, options = inputs(MIXTURES[case], dtype)
-    wide = [each.float() if each.is_floating_point() else each for each in tensors]
+    wide = [each.float() if isinstance(each, Tensor) and each.dtype == dtype else each for each in tensors]
     biases = {name: each.float() for name, each in options.items() if name != "gate"}
     found = module.run_experts(*tensors, **options)
     assert found.dtype == dtype

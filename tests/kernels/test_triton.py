@@ -52,7 +52,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 111 + 33 + 21
+    assert len(differences) == 111 + 39 + 21
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     exact = [name for name in differences if name.startswith("written ")]
@@ -260,6 +260,7 @@ def test_layer_kernels_compile(name: str, arch: int, tmp_path: Path) -> None:
         assert resources(compile_ahead(kernel, arch, types, {**constants, "FP8": True}), tmp_path)["STACK"] == 0
 
 
+DENSE = {"CODING": 0, "PER_BYTE": 0, "GROUP": 1, "SHIFTED": False}
 #: Experts of Qwen3-30B-A3B: first product, second product; and those of gpt-oss-20b.
 EXPERTS: dict[str, dict[str, Any]] = {
     "up": {"EXPERTS": 128, "WIDTH": 1536, "SIZE": 2048, "CHOSEN": 8, "GATED": True, "column_stride": 1},
@@ -268,6 +269,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
         **{"EXPERTS": 32, "WIDTH": 5760, "SIZE": 2880, "CHOSEN": 4, "GATED": True, "row_stride": 1},
         **{"INTERLEAVED": True, "LIMITED": True, "BIAS": True},
     },
+    "gpt-oss up, mxfp4": {
+        **{"EXPERTS": 32, "WIDTH": 5760, "SIZE": 2880, "CHOSEN": 4, "GATED": True, "column_stride": 1},
+        **{"INTERLEAVED": True, "LIMITED": True, "BIAS": True, "CODING": 1, "PER_BYTE": 2, "GROUP": 32},
+    },
+    "down, fp8": {
+        **{"EXPERTS": 128, "WIDTH": 2048, "SIZE": 768, "CHOSEN": 8, "GATED": False, "column_stride": 1},
+        **{"CODING": 2, "PER_BYTE": 1, "GROUP": 128},
+    },
 }
 
 
@@ -275,17 +284,21 @@ EXPERTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("dtype", "pairs"), [("bf16", 8), ("bf16", 1 << 14), ("fp32", 8), ("fp32", 1 << 14)])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_products_of_experts_compile(name: str, dtype: str, pairs: int, arch: int, tmp_path: Path) -> None:
-    constants = {"INTERLEAVED": False, "LIMITED": False, "BIAS": False, "ACTIVATION": 0, **EXPERTS[name]}
+    constants = {"INTERLEAVED": False, "LIMITED": False, "BIAS": False, "ACTIVATION": 0, **DENSE, **EXPERTS[name]}
     tiling = expert_ops.choose_expert_tiling(pairs, constants["EXPERTS"], ITEM_SIZE[dtype])
     blocks = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     constants |= blocks | {"BLOCK_E": constants["EXPERTS"]}
     types = {
         **dict.fromkeys(("rows", "matrices", "biases", "output"), f"*{dtype}"),
+        **dict.fromkeys(("scales", "offsets"), "*bf16"),
+        "table": "*fp32",
         **dict.fromkeys(("order", "starts"), "*i32"),
         **dict.fromkeys(("expert_stride", "row_stride", "column_stride"), "i32"),
         **dict.fromkeys(("slope", "limit", "shift"), "fp32"),
         "weights": "*fp32",
     }
+    if constants["PER_BYTE"]:
+        types["matrices"] = "*u8" if constants["PER_BYTE"] == 2 else "*i8"
     compiled = compile_ahead(
         expert_kernel, arch, types, constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages
     )

@@ -25,6 +25,7 @@ from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model.checkpoint import open_checkpoint
 from llmsched.engine.model.loader import load_config, load_model
+from llmsched.engine.model.packed_experts import PackedExperts
 from llmsched.engine.model.packed_modules import PackedEmbedding, PackedLinear
 from llmsched.engine.model.quantised_weights import dequantised_state_dict
 from llmsched.engine.model.source import locate
@@ -151,9 +152,24 @@ def test_pickled_checkpoints(tmp_path: Path) -> None:
     assert_logits_equal(load(tmp_path), checkpoint.model)
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe fp8", "gpt_oss mxfp4"])
-def test_experts_are_dequantised(case: str, tmp_path: Path) -> None:
-    checkpoint = save_experts(tmp_path, case)
+@pytest.mark.parametrize("impl", ["fused", "transformers"])
+def test_experts_in_mxfp4_stay_quantised(impl: Any, tmp_path: Path) -> None:
+    checkpoint = save_experts(tmp_path, "gpt_oss mxfp4")
+    model = load(tmp_path)
+    kept = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert len(kept) == 3
+    assert assert_logits_equal(model, checkpoint.model, impl).model_impl == impl
+    weights = planned(tmp_path)
+    assert weights.count == pytest.approx(loaded_bytes(model), rel=0.002)
+    assert weights.notes == ("matrices in mxfp4 stay quantised",)
+    unpacked = kept[0].up.matrix.unpacked().view(4, -1, 64)
+    assert torch.equal(unpacked, checkpoint.dense["model.layers.0.mlp.experts.gate_up_proj"].transpose(1, 2))
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert torch.equal(load(tmp_path, packed=False).get_parameter(name), checkpoint.dense[name])
+
+
+def test_other_experts_are_dequantised(tmp_path: Path) -> None:
+    checkpoint = save_experts(tmp_path, "qwen3_moe fp8")
     model = load(tmp_path)
     assert_logits_equal(model, checkpoint.model)
     weights = planned(tmp_path)
