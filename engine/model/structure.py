@@ -178,10 +178,12 @@ def _read_mlp(module: nn.Module, config: Any) -> tuple[MlpParts | None, ExpertPa
 def _has_half_tables(attention: nn.Module) -> bool:
     """Return True if rotary embeddings are given without repetition, as in gpt-oss.
 
-    Raises UnknownStructureError if they pair neighbouring numbers, as in GLM.
+    Raises UnknownStructureError if they pair neighbouring numbers, as in GLM, or scale queries, as in Ministral 3.
     """
-    # In 16-bit types, the comparison of logits would not notice.
+    # In 16-bit types, the comparison of logits would not notice, and it has no positions at which scales change.
     module: Any = sys.modules[type(attention).__module__]
+    if hasattr(module, "get_llama_4_attn_scale"):
+        raise UnknownStructureError("queries are scaled by their positions")
     rotate, apply = getattr(module, "rotate_half", None), getattr(module, "_apply_rotary_emb", None)
     numbers = torch.arange(8.0)
     if rotate is not None:
