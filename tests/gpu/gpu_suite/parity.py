@@ -1,15 +1,23 @@
-"""Engine compared with plain transformers: small models with random weights, every way of scheduling."""
+"""Engine compared with plain transformers: small models with random weights, every way of scheduling.
+
+The weights of quantised checkpoints are compared with the same weights dequantised.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
+from quantised_files import save_quantised
 from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 
 from gpu_suite.rows import CheckRow, failure
+from llmsched.engine.config import EngineConfig
 from llmsched.engine.model.loader import ModelInfo
-from llmsched.engine.parity.verification import LoadedModel, check_parity
+from llmsched.engine.parity.verification import LoadedModel, check_parity, load_for_parity
 from llmsched.engine.text.tokenizer import Tokenizer
 
 ARCHITECTURES = (
@@ -39,6 +47,10 @@ ARCHITECTURES = (
 )
 
 
+#: Quantised formats whose products differ: types of codes, groups, offsets, tables and orders of columns.
+FORMATS = ("fp8 block", "awq", "gptq sym", "gptq order", "gptq int8 sym order", "bnb int8", "nf4 nested", "nvfp4")
+
+
 def check_models(device: str, *, small: bool) -> Iterator[CheckRow]:
     """Return one row for each architecture, dtype and type of the KV cache."""
     tokenizer = Tokenizer(build_tokenizer())
@@ -51,15 +63,24 @@ def check_models(device: str, *, small: bool) -> Iterator[CheckRow]:
         for arch in ARCHITECTURES[:1] if small else ARCHITECTURES:
             name = f"{arch} {str(dtype).removeprefix('torch.')}{'' if kv == 'auto' else f', KV in {kv}'}"
             try:
-                yield compare(name, arch, dtype, kv, device, tokenizer)
+                model = build_model(arch, seed=3).to(device=device, dtype=dtype)
+                info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({2}))
+                yield compare(name, LoadedModel(model, info, tokenizer, device, dtype, kv_cache_dtype=kv))
             except Exception as error:
                 yield failure(name, error)
+    for case in FORMATS[:1] if small else FORMATS:
+        name = f"llama float32, weights in {case}"
+        try:
+            with tempfile.TemporaryDirectory() as directory:
+                path = save_quantised(Path(directory), case).path
+                where: Any = torch.device(device).type
+                subject = load_for_parity(EngineConfig(model=str(path), device=where, dtype="float32"))
+            yield compare(name, subject)
+        except Exception as error:
+            yield failure(name, error)
 
 
-def compare(name: str, arch: str, dtype: torch.dtype, kv: str, device: str, tokenizer: Tokenizer) -> CheckRow:
-    model = build_model(arch, seed=3).to(device=device, dtype=dtype)
-    info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({2}))
-    subject = LoadedModel(model, info, tokenizer, device, dtype, kv_cache_dtype=kv)
+def compare(name: str, subject: LoadedModel) -> CheckRow:
     report = check_parity(subject, num_prompts=2, num_tokens=6)
     worst = max((check.max_abs_logit_diff or 0.0) for check in report.checks)
     parted = sum(len(check.divergences) for check in report.checks)

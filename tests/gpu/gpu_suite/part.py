@@ -36,7 +36,7 @@ PARTS = {
     "serving": SuitePart("the same model, built and served", "gpu_suite.serving", "measure_serving", 170),
     "speed": SuitePart("bandwidth, products and attention alone", "gpu_suite.speed", "measure_speed", 40),
     "memory": SuitePart("planned and actual memory", "gpu_suite.memory", "check_memory", 60),
-    "parity": SuitePart("engine against transformers", "gpu_suite.parity", "check_models", 130),
+    "parity": SuitePart("engine against transformers", "gpu_suite.parity", "check_models", 135),
     "swap": SuitePart("KV blocks to host memory and back", "gpu_suite.swap", "check_swap", 20),
     "peers": SuitePart("the same model in transformers' generate", "gpu_suite.peers", "measure_peers", 120),
 }
