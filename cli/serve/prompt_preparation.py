@@ -92,8 +92,12 @@ class Preparer:
             )
         truncates = request.truncate_prompt_tokens is not None
         token_ids = self._truncated(self.chat_ids(dumped(request.messages), options, any_length=truncates), request)
-        end = self._tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
-        opened, after = notation.opens_reasoning(end), notation.reasoning_end_id
+        if options.get("continue_final_message"):
+            opened = notation.ends_in_reasoning(str(request.messages[-1].content))
+        else:
+            end = self._tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
+            opened = notation.opens_reasoning(end)
+        after = notation.reasoning_end_id
         extra: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
         extra["grammar"] = grammar = chat_grammar(request, notation, self._grammars)
         if opened and grammar is not None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine
-from scripted import ScriptedServer
+from scripted import EOS, ScriptedServer
+from tool_templates import THINKING_TEMPLATE
 
 from llmsched.cli.serve.access import Access
 from llmsched.engine.request import Sequence
@@ -53,6 +54,15 @@ def test_one_message(command: CommandLine, server: ScriptedServer) -> None:
     assert (short.code, short.err) == (0, "")
     assert long.out.startswith(short.out.rstrip("\n"))
     assert len(long.out) > len(short.out) > 1
+
+
+def test_reasoning_is_shown_before_the_answer(command: CommandLine) -> None:
+    server = ScriptedServer(chat_template=THINKING_TEMPLATE).start()
+    try:
+        server.script.alphabet = [*server.ids("Hm.</think>Yes."), EOS]
+        assert command("chat", "Hello", "--url", server.url).out == "Hm.\n\nYes.\n"
+    finally:
+        server.close()
 
 
 def test_a_message_from_a_pipe(command: CommandLine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,6 +282,18 @@ def test_reasoning_tokens_are_counted(make_server: Callable[..., ScriptedServer]
     assert counts == [2 * len(reasoning), 0]
 
 
+@pytest.mark.parametrize(("begun", "thinks"), [("<think>Hm,", True), ("<think>Hm.</think>It", False), ("It", False)])
+def test_a_continued_message_may_be_reasoning(
+    http: httpx.Client, say: Callable[[str], None], begun: str, thinks: bool
+) -> None:
+    say(" warm")
+    messages = [*HELLO, {"role": "assistant", "content": begun}]
+    answer = http.post(PATH, json={"messages": messages, "continue_final_message": True})
+    message = answer.json()["choices"][0]["message"]
+    expected = {"content": "", "reasoning_content": "warm"} if thinks else {"content": " warm"}
+    assert message == {"role": "assistant", "refusal": None, **expected}
+
+
 # -- other models ---------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +308,21 @@ def test_markers_that_are_special_tokens(make_server: Callable[..., ScriptedServ
     assert calls_of(answer) == [("weather", ROME), ("time", BONN)]
     assert answer["content"] == "Let me see."
     assert same(client, tools=openai.omit)["content"] == f"Let me see.weather{ROME}time{BONN}"
+
+
+def test_harmony(make_server: Callable[..., ScriptedServer]) -> None:
+    """Every answer of such a model is parsed, with and without tools."""
+    markers = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
+    server = make_server(chat_template=TOOL_TEMPLATES["harmony"], special_tokens=markers, **LARGE)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    reasoning = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ROME}<|call|>"
+    server.script.alphabet = [*server.ids(reasoning + call), EOS]
+    answer = same(client)
+    assert (answer["reasoning_content"], calls_of(answer)) == ("Hm.", [("weather", ROME)])
+    server.script.alphabet = [*server.ids(f"{reasoning}<|channel|>final<|message|>Warm."), EOS]
+    answer = same(client, tools=openai.omit)
+    assert (answer["reasoning_content"], answer["content"], answer["finish_reason"]) == ("Hm.", "Warm.", "stop")
 
 
 def test_a_template_without_tools(make_server: Callable[..., ScriptedServer]) -> None:

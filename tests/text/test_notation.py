@@ -72,6 +72,9 @@ def test_prompts_may_open_the_reasoning() -> None:
 
     assert notation.opens_reasoning(end())
     assert not notation.opens_reasoning(end(enable_thinking=False))
+    tokenizer = tokenizer_with(TOOL_TEMPLATES["hermes"])
+    assert "<think>" in end()
+    assert not notation.opens_reasoning(end())
 
 
 def test_special_tokens_of_the_notation_are_shown() -> None:

@@ -66,6 +66,9 @@ class Notation:
     def opens_reasoning(self, prompt_end: str) -> bool:
         return self.thinking is not None and prompt_end.rstrip().endswith(self.thinking[0])
 
+    def ends_in_reasoning(self, output: str) -> bool:
+        return self.thinking is not None and output.rfind(self.thinking[0]) > output.rfind(self.thinking[1])
+
 
 def find_notation(tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> Notation:
     """Return the notation with these parsers. For "auto", the chat template decides; "none" is no parser."""
