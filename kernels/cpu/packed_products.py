@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -33,21 +33,8 @@ _own = threading.local()
 
 Arguments = arguments_type(
     addresses=("rows", "codes", "scales", "offsets", "table", "output"),
-    sizes=("num_rows", "size", "first", "end", "groups", "repeat", "width"),
+    sizes=("num_rows", "size", "first", "end", "groups", "width"),
 )
-
-
-class Variant(NamedTuple):
-    """Properties of a packed matrix for which code is compiled.
-
-    The compiled code has one or two scales for each block, so it repeats the scale of a larger group.
-    """
-
-    coding: int
-    shifted: int  # 1 if the matrix has offsets
-    groups_in_block: int
-    scale: np.dtype[Any]
-    offset: np.dtype[Any]
 
 
 def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:
@@ -59,7 +46,7 @@ def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None) -> 
     for part in parts:
         inputs = computed if part.order is None else computed.index_select(1, part.order)
         outputs = found[:, column : column + len(part.codes)]
-        multiply, unpack = bodies(_variant(part), ELEMENTS[written])
+        multiply, unpack = _bodies_for(part, written)
         if few:
             multiply_packed(multiply, inputs, part, outputs)
         else:
@@ -80,7 +67,7 @@ def multiply_packed(body: Any, rows: Tensor, matrix: PackedMatrix, output: Tenso
 
 def unpack_and_multiply(body: Any, written: torch.dtype, rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
     """Write rows @ matrix.T to `output`, for many rows. `body` is an `unpacking_body`, which writes `written`."""
-    total, size = matrix.shape
+    total, size = len(matrix.codes), rows.shape[1]
     count = max(1, TILE_NUMBERS // size)
     tile = _scratch(count * size, written).view(count, size)
     for first in range(0, total, count):
@@ -98,43 +85,41 @@ def _scratch(numbers: int, dtype: torch.dtype) -> Tensor:
     return whole.view(dtype)[:numbers]
 
 
-def _variant(matrix: PackedMatrix) -> Variant:
-    codes, scales, offsets, table, _ = matrix
-    if matrix.bits == 4:
-        coding = INTEGER_4 if table is None else TABLE_4
-    else:
-        coding = FLOAT_8 if codes.dtype == torch.float8_e4m3fn else INTEGER_8
-    scale = ELEMENTS[scales.dtype]
-    return Variant(
-        coding=coding,
-        shifted=int(offsets is not None),
-        groups_in_block=2 if _group(matrix) % BLOCK else 1,
-        scale=scale,
-        offset=scale if offsets is None else ELEMENTS[offsets.dtype],
-    )
-
-
-def _group(matrix: PackedMatrix) -> int:
-    return matrix.shape[1] // matrix.scales.shape[1]
-
-
 def _arguments(rows: Tensor, matrix: PackedMatrix, output: Tensor, first: int, end: int, width: int) -> Any:
     addresses = (rows, matrix.codes, matrix.scales, matrix.offsets, matrix.table, output)
-    group = _group(matrix)
-    repeat = group // (BLOCK // 2 if group % BLOCK else BLOCK)
-    sizes = (len(rows), matrix.shape[1], first, end, matrix.scales.shape[1], repeat, width)
+    sizes = (*rows.shape, first, end, matrix.scales.shape[1], width)
     return Arguments(*map(address_of, addresses), *sizes)
 
 
-@cache
-def bodies(variant: Variant, written: np.dtype[Any]) -> tuple[Any, Any]:
-    """Return the code for few and for many rows. Both are compiled at once: none after a warm-up."""
-    return product_body(variant), unpacking_body(variant, written)
+def _bodies_for(matrix: PackedMatrix, written: torch.dtype) -> tuple[Any, Any]:
+    codes, scales, offsets, table, _ = matrix
+    # Codes per group: a row has as many bytes of 4-bit codes as half of its codes.
+    group = codes.shape[1] // scales.shape[1] * (1 if codes.dtype.is_signed else 2)
+    types = codes.dtype, scales.dtype, None if offsets is None else offsets.dtype
+    return bodies(*types, table is not None, group % BLOCK != 0, written)
 
 
 @cache
-def product_body(variant: Variant) -> Any:
-    coding, shifted, groups_in_block, scale, offset = variant
+def bodies(
+    codes: torch.dtype,
+    scales: torch.dtype,
+    offsets: torch.dtype | None,
+    has_table: bool,
+    halves: bool,
+    written: torch.dtype,
+) -> tuple[Any, Any]:
+    """Return the code for few and for many rows. Both are compiled at once: none after a warm-up.
+
+    `halves` says that the halves of a block have scales of their own. Otherwise a block has one scale, and the compiled
+    code repeats the scale of a larger group.
+    """
+    coding = {torch.uint8: TABLE_4 if has_table else INTEGER_4, torch.int8: INTEGER_8}.get(codes, FLOAT_8)
+    layout = coding, int(offsets is not None), 2 if halves else 1, ELEMENTS[scales], ELEMENTS[offsets or scales]
+    return product_body(*layout), unpacking_body(*layout, ELEMENTS[written])
+
+
+@cache
+def product_body(coding: int, shifted: int, groups_in_block: int, scale: np.dtype[Any], offset: np.dtype[Any]) -> Any:
     per_byte = 2 if coding in (INTEGER_4, TABLE_4) else 1
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
@@ -146,16 +131,18 @@ def product_body(variant: Variant) -> Any:
         offsets = numba.carray(as_pointer(a.offsets), (a.end * a.groups,), offset)
         table = numba.carray(as_pointer(a.table), (16,), np.float32)
         output = numba.carray(as_pointer(a.output), (a.num_rows, a.width), np.float32)
-        wide_scales = np.empty((CHUNK, a.groups * a.repeat), np.float32)
-        wide_offsets = np.empty((CHUNK, a.groups * a.repeat), np.float32)
+        width = a.size // BLOCK * groups_in_block
+        repeat = width // a.groups
+        wide_scales = np.empty((CHUNK, width), np.float32)
+        wide_offsets = np.empty((CHUNK, width), np.float32)
         sums = np.empty(CHUNK, np.float32)
         chunk, stop = own_part((a.end + CHUNK - 1) // CHUNK, thread_num(), a.num_threads)
         while chunk < stop:
             first = min(chunk * CHUNK, a.end - CHUNK)  # the last chunk may overlap the one before
             prefetch_rows(codes, min(first + CHUNK, a.end), min(first + 2 * CHUNK, a.end))
-            spread(scales[first * a.groups :], a.repeat, wide_scales.ravel())
+            spread(scales[first * a.groups :], repeat, wide_scales.ravel())
             if shifted:
-                spread(offsets[first * a.groups :], a.repeat, wide_offsets.ravel())
+                spread(offsets[first * a.groups :], repeat, wide_offsets.ravel())
             number = 0
             while number < a.num_rows:
                 left = a.num_rows - number
@@ -193,8 +180,14 @@ def product_body(variant: Variant) -> Any:
 
 
 @cache
-def unpacking_body(variant: Variant, written: np.dtype[Any]) -> Any:
-    coding, shifted, groups_in_block, scale, offset = variant
+def unpacking_body(
+    coding: int,
+    shifted: int,
+    groups_in_block: int,
+    scale: np.dtype[Any],
+    offset: np.dtype[Any],
+    written: np.dtype[Any],
+) -> Any:
     per_byte = 2 if coding in (INTEGER_4, TABLE_4) else 1
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
@@ -205,15 +198,17 @@ def unpacking_body(variant: Variant, written: np.dtype[Any]) -> Any:
         offsets = numba.carray(as_pointer(a.offsets), (a.end * a.groups,), offset)
         table = numba.carray(as_pointer(a.table), (16,), np.float32)
         output = numba.carray(as_pointer(a.output), (a.end - a.first, a.size), written)
-        wide_scales = np.empty((1, a.groups * a.repeat), np.float32)
-        wide_offsets = np.empty((1, a.groups * a.repeat), np.float32)
+        width = a.size // BLOCK * groups_in_block
+        repeat = width // a.groups
+        wide_scales = np.empty((1, width), np.float32)
+        wide_offsets = np.empty((1, width), np.float32)
         unpacked = np.empty((1, a.size), np.float32)
         number, stop = own_part(a.end - a.first, thread_num(), a.num_threads)
         while number < stop:
             row = a.first + number
-            spread(scales[row * a.groups :], a.repeat, wide_scales[0])
+            spread(scales[row * a.groups :], repeat, wide_scales[0])
             if shifted:
-                spread(offsets[row * a.groups :], a.repeat, wide_offsets[0])
+                spread(offsets[row * a.groups :], repeat, wide_offsets[0])
             unpack_row(codes, row, wide_scales, wide_offsets, table, unpacked, coding, shifted, groups_in_block)
             copy(unpacked[0], output[number])
             number += 1

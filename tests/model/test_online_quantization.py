@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_graphs import capture_fake_graphs
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import build_model, build_tokenizer
@@ -17,6 +18,7 @@ from llmsched.engine.build import build_engine, engine_beside, tensor_bytes
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError, ModelError
+from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model import online_quantization
 from llmsched.engine.model.loader import load_config, load_model, open_model
@@ -26,6 +28,7 @@ from llmsched.engine.model.source import locate
 from llmsched.engine.parity import quantization_loss
 from llmsched.engine.parity.quantization_loss import compare_logits
 from llmsched.engine.parity.verification import check_parity, load_for_parity
+from llmsched.kernels.dispatch import num_compiled
 
 FORMATS = tuple(ONLINE_FORMATS)
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -126,6 +129,19 @@ def test_which_tensors_are_rounded(tiny_model: Any) -> None:
 def test_tied_embeddings_share_one_matrix(tiny_model: Any) -> None:
     model = load(tiny_model("llama"), "fp8")
     assert model.lm_head.codes is model.model.embed_tokens.codes
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_decodes_of_a_rounded_model_run_as_graphs(quantization: str, tiny_model: Any) -> None:
+    """No operation of a step waits for values on the device, and a replay computes what the step computes."""
+    model = load(tiny_model("llama"), quantization)
+    executor = TorchExecutor(model, num_blocks=32, block_size=4, device="cpu", kv_dtype=torch.float32)
+    executor.warmup(4, 4, 16)
+    before = num_compiled()
+    capture_fake_graphs(executor, 4, 16)
+    assert executor._graphs is not None
+    assert executor._graphs.sizes == [1, 2, 4]
+    assert num_compiled() == before
 
 
 def test_the_engine_says_what_it_serves(tiny_model: Any) -> None:
