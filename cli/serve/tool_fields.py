@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator
 
+from llmsched.cli.serve.request_schema import wrong
 from llmsched.engine.errors import RequestError
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -27,6 +27,13 @@ class Function(_Declaration):
     parameters: dict[str, Any] | None = None
     #: True: the arguments follow the schema in `parameters` exactly.
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None and schema.get("type", "object") != "object":
+            raise wrong(f'the type must be "object", not {str(schema["type"])[:40]!r}')
+        return schema
 
 
 class Tool(_Declaration):
@@ -54,8 +61,9 @@ def _tool_choice(value: Any) -> str | NamedFunction | None:
             return value
         case {"type": "function", "function": {"name": str(name)}}:
             return NamedFunction(name)
-    message = 'must be "none", "auto", "required" or an object such as {"type": "function", "function": {"name": "f"}}'
-    raise PydanticCustomError("wrong_value", "{message}", {"message": message})
+    raise wrong(
+        'must be "none", "auto", "required" or an object such as {"type": "function", "function": {"name": "f"}}'
+    )
 
 
 ToolChoice = Annotated[str | NamedFunction | None, PlainValidator(_tool_choice)]

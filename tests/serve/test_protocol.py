@@ -170,6 +170,11 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: this field is required"),
         ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools", "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools.0.function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools",
+            "tools.0.function.parameters: the type must be",
+        ),
         ({"tools": [TOOL, TOOL]}, "tools", "'f' more than once"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", '"none", "auto", "required"'),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", '"none", "auto", "required"'),

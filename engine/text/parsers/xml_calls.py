@@ -79,7 +79,8 @@ def _types(schema: Any) -> set[str]:
         return set()
     own = schema.get("type")
     types = {own} if isinstance(own, str) else {str(each) for each in own} if isinstance(own, list) else set()
-    return types.union(*(_types(each) for key in ("anyOf", "oneOf") for each in schema.get(key) or ()))
+    unions = [each for key in ("anyOf", "oneOf") if isinstance(each := schema.get(key), list)]
+    return types.union(*(_types(member) for members in unions for member in members))
 
 
 def _json_value(text: str, types: set[str]) -> str:
