@@ -4,7 +4,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from llmsched.engine.text.parsers.output_parser import Kind, OutputParser
+from llmsched.engine.text.parsers.output_parser import OutputParser
+from llmsched.engine.text.parsers.parts import Kind
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from llmsched.engine.grammar.compiler import Grammar, GrammarCompiler, Vocabular
 from llmsched.engine.grammar.spec import GrammarSpec
 from llmsched.engine.text.parsers.call_grammars import calls_or_json, forced_calls, forced_notation, strict_calls
 from llmsched.engine.text.parsers.notation import TOOL_CALL_PARSERS
-from llmsched.engine.text.parsers.output_parser import Kind, OutputParser
+from llmsched.engine.text.parsers.output_parser import OutputParser
+from llmsched.engine.text.parsers.parts import Kind
 from llmsched.engine.text.tokenizer import Tokenizer
 
 EOS = 2

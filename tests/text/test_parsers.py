@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsched.engine.text.parsers.notation import TOOL_CALL_PARSERS
-from llmsched.engine.text.parsers.output_parser import Kind, OutputParser
+from llmsched.engine.text.parsers.output_parser import OutputParser
+from llmsched.engine.text.parsers.parts import Kind
 
 FUNCTIONS = {
     "f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "null"]}}},

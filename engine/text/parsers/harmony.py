@@ -3,7 +3,8 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 
-from llmsched.engine.text.parsers.output_parser import Kind, OutputParser, Steps
+from llmsched.engine.text.parsers.output_parser import OutputParser, Steps
+from llmsched.engine.text.parsers.parts import Kind
 
 _STARTS = ("<|channel|>", "<|start|>", " to=")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -42,6 +43,6 @@ class HarmonyParser(OutputParser):
             self.content(f"{head}<|message|>")
         elif "<|channel|>analysis" in head:
             return (yield from self.until(_ENDS, self.reasoning))
-        elif self._kind is Kind.CONTENT:
+        elif self._parts.kind is Kind.CONTENT:
             self.content("\n\n")
         return (yield from self.until(_ENDS, self.content))

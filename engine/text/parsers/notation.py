@@ -13,7 +13,8 @@ from llmsched.engine.text.chat import PROBE_TOOL, render_text, shows_tools
 from llmsched.engine.text.parsers.call_grammars import forced_notation
 from llmsched.engine.text.parsers.harmony import HarmonyParser
 from llmsched.engine.text.parsers.json_calls import HermesParser, Llama3JsonParser, MistralParser
-from llmsched.engine.text.parsers.output_parser import Functions, Kind, OutputParser
+from llmsched.engine.text.parsers.output_parser import Functions, OutputParser
+from llmsched.engine.text.parsers.parts import Kind
 from llmsched.engine.text.parsers.python_calls import PythonicParser
 from llmsched.engine.text.parsers.xml_calls import Qwen3CoderParser
 from llmsched.engine.text.tokenizer import Tokenizer

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
+
+from llmsched.engine.text.parsers.parts import Kind, Part, Parts
 
 #: Steps of a parser: a generator that stops at every `yield` until it gets the next character.
 Steps = Generator[None, str, None]
@@ -16,20 +17,6 @@ Emit = Callable[[str], None]
 Functions = Mapping[str, Mapping[str, Any]]
 
 SPACE = " \t\r\n"
-
-
-class Kind(StrEnum):
-    REASONING = "reasoning"
-    CONTENT = "content"
-    CALL = "call"  # the name of a function: a call begins
-    ARGUMENTS = "arguments"  # piece of the arguments of the latest call, which are a JSON object
-
-
-class Part(NamedTuple):
-    """Piece of an output. Pieces of one kind that follow each other, except CALL, belong together."""
-
-    kind: Kind
-    text: str
 
 
 class MalformedCallError(Exception):
@@ -57,11 +44,8 @@ class OutputParser:
         self._functions = functions
         self._again: deque[str] = deque()  # characters to read again
         self._read: list[str] = []  # texts that were read since the last part or the beginning of a call
-        self._parts: list[tuple[Kind, list[str]]] = []
+        self._parts = Parts()
         self._num_calls = 0
-        self._kind: Kind | None = None
-        self._space: list[str] = []  # white space that is dropped unless text of the same kind follows
-        self._at_edge = False  # white space that follows is dropped
         self._steps = self._run(thinking, opened)
         next(self._steps)
 
@@ -71,15 +55,14 @@ class OutputParser:
             return [Part(Kind.CONTENT, text)] if text else []
         for char in text:
             self._feed(char)
-        return self._take_parts()
+        return self._parts.take()
 
     def finish(self) -> list[Part]:
         """Return the parts that `push(...)` still holds back at the end of the output."""
         with suppress(StopIteration):
             self._feed("")
-        if not self._at_edge:
-            self._add(self._kind or Kind.CONTENT, "".join(self._space))
-        return self._take_parts()
+        self._parts.end()
+        return self._parts.take()
 
     def _feed(self, char: str) -> None:
         self._steps.send(char)
@@ -100,20 +83,20 @@ class OutputParser:
                 opened = True
         self.has_reasoning = opened
         if opened:
-            self._begin(Kind.REASONING)
+            self._parts.begin(Kind.REASONING)
             yield from self.until((end,), self.reasoning)
-            self._begin(Kind.CONTENT)
+            self._parts.begin(Kind.CONTENT)
             self._read.clear()
         else:
             self._unread()
 
     def read(self) -> Steps:
         """Read the output after the reasoning, up to its end."""
-        if self._at_edge:
+        if self._parts.at_edge:
             yield from self.skip_space()
         self.is_plain = True
         while self.char:
-            self._add(Kind.CONTENT, self.char)
+            self._parts.add(Kind.CONTENT, self.char)
             self.char = yield
 
     # -- reading, for subclasses ------------------------------------------------------------------------------
@@ -176,7 +159,7 @@ class OutputParser:
         try:
             yield from call
         except MalformedCallError:
-            if not self.char and self._kind is Kind.ARGUMENTS:  # truncated, for example by max_tokens
+            if not self.char and self._parts.kind is Kind.ARGUMENTS:  # truncated, for example by max_tokens
                 self.arguments("".join(self._read))
             else:
                 if self._num_calls == num_calls and self._read:
@@ -193,55 +176,23 @@ class OutputParser:
     # -- parts, for subclasses --------------------------------------------------------------------------------
 
     def reasoning(self, text: str) -> None:
-        self._text(Kind.REASONING, text)
+        self._parts.add_text(Kind.REASONING, text)
 
     def content(self, text: str) -> None:
-        self._text(Kind.CONTENT, text)
+        self._parts.add_text(Kind.CONTENT, text)
 
     def begin_call(self, name: str) -> None:
         """Begin a call. Raises MalformedCallError if the request does not declare this function."""
         if name not in self._functions:
             raise MalformedCallError
-        self._begin(Kind.CALL)
+        self._parts.begin_call(name)
         self._num_calls += 1
-        self._parts.append((Kind.CALL, [name]))
         self._read.clear()
 
     def arguments(self, text: str) -> None:
-        self._begin(Kind.ARGUMENTS)
-        self._add(Kind.ARGUMENTS, text)
+        self._parts.begin(Kind.ARGUMENTS)
+        self._parts.add(Kind.ARGUMENTS, text)
         self._read.clear()
 
     def end_arguments(self) -> None:
-        self._begin(Kind.CALL)
-
-    def _text(self, kind: Kind, text: str) -> None:
-        """Add text: white space, or text that neither begins nor ends with white space."""
-        if kind is not self._kind:
-            self._begin(kind)
-        if text.isspace():
-            self._space.append(text)
-            return
-        if self._space:
-            if not self._at_edge:
-                self._add(kind, "".join(self._space))
-            self._space.clear()
-        self._at_edge = False
-        self._add(kind, text)
-
-    def _begin(self, kind: Kind) -> None:
-        if kind is not self._kind:
-            self._at_edge = self._kind is not None or kind is not Kind.CONTENT
-            self._kind = kind
-            self._space.clear()
-
-    def _add(self, kind: Kind, text: str) -> None:
-        if self._parts and self._parts[-1][0] is kind:
-            self._parts[-1][1].append(text)
-        elif text:
-            self._parts.append((kind, [text]))
-
-    def _take_parts(self) -> list[Part]:
-        parts = [Part(kind, "".join(texts)) for kind, texts in self._parts]
-        self._parts.clear()
-        return parts
+        self._parts.begin(Kind.CALL)
