@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
@@ -255,7 +255,7 @@ def _lark(spec: GrammarSpec) -> str:
         case "json_schema":
             return f"start: {inline_json(json.loads(spec.text))}"
         case "regex":
-            return str(json.loads(LLMatcher.grammar_from_regex(spec.text))["grammars"][0]["lark_grammar"])
+            return f"start: /{regex_to_lark(spec.text, 'dws')}/"
         case "choice":
             # One terminal, because a rule may have only 2,000 alternatives.
             return "start: CHOICE\nCHOICE: " + " | ".join(literals([each]) or '""' for each in json.loads(spec.text))

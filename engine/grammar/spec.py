@@ -20,9 +20,9 @@ Mark = str | int
 class GrammarSpec:
     """Description of the outputs that are allowed. An output that ends by itself matches it as a whole.
 
-    `text` is a JSON schema (json_schema), a regular expression in the syntax of Rust's regex crate (regex), a JSON list
-    of strings (choice), a grammar in GBNF or in Lark's syntax as llguidance extends it (grammar), or the result of
-    `tagged_output` (tags).
+    `text` is one of these: a JSON schema (json_schema), a regular expression in the syntax of Rust's regex crate, with
+    classes such as \\d for ASCII only (regex), a JSON list of strings (choice), a grammar in GBNF or in Lark's syntax
+    as llguidance extends it (grammar), or the result of `tagged_output` (tags).
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "tags"]

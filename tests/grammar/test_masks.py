@@ -66,6 +66,11 @@ CASES: dict[str, tuple[GrammarSpec, Rule]] = {
     "characters of several bytes": (GrammarSpec("regex", "é日?|😀"), language(["é", "é日", "😀"])),
     "regex": (GrammarSpec("regex", "[0-9]{2,4}(-[a-f]+)?"), pattern("[0-9]{2,4}(-[a-f]+)?")),
     "alternatives": (GrammarSpec("regex", "(a|ab|abc)*(x|yy)"), pattern("(a|ab|abc)*(x|yy)")),
+    "classes": (GrammarSpec("regex", r"\d\w/\s"), pattern(r"[0-9][0-9A-Za-z_]/[ \t\n\r\f\v]")),
+    "classes in a schema": (
+        GrammarSpec.json_schema({"type": "string", "pattern": r"^\d\w$"}),
+        pattern('"[0-9][0-9A-Za-z_]"'),
+    ),
     "anchors": (GrammarSpec("regex", "^th(e|is)?$"), language(["th", "the", "this"])),
     "lark": (
         GrammarSpec("grammar", 'start: item ("," item)*\nitem: "on" | NUMBER\nNUMBER: /[0-9]+/'),

@@ -17,7 +17,7 @@ from llmsched.engine.request import FinishReason
 MAX_TOKENS = 160
 
 
-def check_outputs(seeds: Sequence[int], batch: int = 24) -> tuple[int, int]:
+def check_outputs(seeds: Sequence[int], batch: int = 120) -> tuple[int, int]:
     """Generate one output for the schema of each seed, `batch` at a time.
 
     Returns how many outputs ended by themselves and how many were cut. Raises AssertionError if an output that ended is
