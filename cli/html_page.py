@@ -38,6 +38,7 @@ th { border-bottom: 1px solid; vertical-align: bottom; } figure { margin: 1em 0 
 dl { display: grid; grid-template-columns: auto 1fr; gap: .2em .8em; font-size: .9em; }
 dt { font-weight: 600; } dd { margin: 0; }
 pre { overflow-x: auto; font-size: .85em; }
+.example { white-space: pre-wrap; background: rgb(128 128 128 / .12); border-radius: 6px; padding: .5em .7em; }
 svg { display: block; width: 100%; }
 svg text { font: 13px system-ui, sans-serif; fill: currentColor; }
 svg line, svg path { vector-effect: non-scaling-stroke; }
@@ -93,7 +94,7 @@ class Page:
 
     def example(self, text: str) -> None:
         """Add a text to copy, such as a command."""
-        self._body.append(f"<pre>{escape(text)}</pre>")
+        self._body.append(f'<pre class="example">{escape(text)}</pre>')
 
     def code(self, text: str) -> None:
         """Add a long text that stays folded until the reader opens it."""
