@@ -38,6 +38,8 @@ from llmsched.profiles.tuned import load_profile
 
 QWEN = str(CONFIGS / "Qwen--Qwen3-8B_config.json")
 SLO = Slo(ttft=0.8)
+#: Prompts share nothing here, so the prefix cache would only take time.
+UNCACHED = {"enable_prefix_caching": False}
 SMALL, MIDDLE, DEFAULT, LARGE = (Setting(tokens, 8) for tokens in (32, 512, 2048, 4096))
 
 
@@ -45,7 +47,7 @@ def tuned(load: Load, slo: Slo, gpu: str, path: Path) -> tuple[Setting, Setting,
     """Return the default, tune's choice (the default if no setting meets the SLOs), and the higher knee of both."""
     task = TuneTask(
         model=QWEN,
-        options=EngineOptions({}),
+        options=EngineOptions(UNCACHED),
         load=load,
         slo=slo,
         goal="goodput",
@@ -88,7 +90,7 @@ def test_up_to_its_knee_the_choice_is_not_worse_than_the_default(
     if chosen == default:
         return
     largest = max(chosen.max_num_batched_tokens, default.max_num_batched_tokens)
-    blueprint = make_blueprint(EngineConfig(QWEN, max_num_batched_tokens=largest), gpu)
+    blueprint = make_blueprint(EngineConfig(QWEN, max_num_batched_tokens=largest, **UNCACHED), gpu)
     for share in (0.3, 0.6, 0.8, 0.9, 1.0):
         sent = load.at_rate(share * (knee or rate or 1.0))
         runs = [measure(simulate_run(blueprint, sent, **asdict(each)), sent, slo) for each in (default, chosen)]
@@ -101,6 +103,7 @@ def tune(command: CommandLine) -> Callable[..., Outcome]:
     """Tune at 4 requests per second, which every setting serves: far below the knees."""
     load = ("--request-rate", "4", "--num-prompts", "40", "--input-len", "600", "--output-len", "10")
     few = ("--knobs", "max_num_batched_tokens", "--slo-ttft", "800ms", "--max-num-batched-tokens", "4096")
+    load += ("--no-enable-prefix-caching",)
     return lambda *arguments: command("tune", QWEN, "--simulate", "h100", *load, *few, "--output", "p", *arguments)
 
 
