@@ -44,7 +44,7 @@ def load(form: str) -> TorchExecutor:
 
 def products(decoder: FusedDecoder) -> list[Any]:
     """Return the weights and biases of all products of a decode step, in order."""
-    of_layers = [[layer.project, layer.output, layer.up, layer.down] for layer in decoder._layers]
+    of_layers = [(layer.project, layer.output, *(layer.mlp or ())[:2]) for layer in decoder._layers]
     return [*(product for layer in of_layers for product in layer), decoder._head]
 
 

@@ -202,8 +202,8 @@ def products_row(executor: TorchExecutor, size: Size, batch: int, device: str) -
         for layer in decoder._layers:
             linear(hidden, *layer.project)
             linear(heads, *layer.output)
-            linear(hidden, *layer.up)
-            linear(inner, *layer.down)
+            linear(hidden, *layer.mlp.up)
+            linear(inner, *layer.mlp.down)
         linear(hidden, *decoder._head)
 
     with torch.inference_mode():
