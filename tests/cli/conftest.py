@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 from collections.abc import Callable
@@ -12,6 +13,12 @@ from command_line import CommandLine, Terminal
 from rich.console import Console
 
 from llmsched.cli import render
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the garbage collection before each load, which takes far longer than the loads of these tests."""
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
 
 
 @pytest.fixture

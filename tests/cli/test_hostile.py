@@ -18,6 +18,8 @@ CONFIG = str(Path(__file__).parent.parent / "data/model_configs/meta-llama--Meta
 SIMULATED = (CONFIG, "--simulate", "h100")
 TINY = ("--num-prompts", "2", "--input-len", "8", "--output-len", "2")
 
+ONE_KNOB = ("--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "64")
+
 #: A call of each command that asks for next to nothing; commands of flags that need others stand twice.
 CALLS = {
     "serve": ("serve", CONFIG, "--port", "0"),
@@ -25,7 +27,7 @@ CALLS = {
     "bench a trace": ("bench", *SIMULATED, "--workload", "azure-code", "--limit", "3", "--duration", "1s"),
     "bench for the knee": ("bench", *SIMULATED, *TINY, "--find-knee", "--slo-e2e", "10s"),
     "kv-budget": ("kv-budget", CONFIG, "--gpu", "h100"),
-    "tune": ("tune", *SIMULATED, *TINY, "--no-warm-start", "--slo-e2e", "10s", "--rate", "given"),
+    "tune": ("tune", *SIMULATED, *TINY, "--no-warm-start", "--slo-e2e", "100ms", "--rate", "given", *ONE_KNOB),
     "workload": ("workload", "azure-code"),
     "calibrate": ("calibrate", CONFIG),
     "verify": ("verify", CONFIG),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +28,6 @@ SMALL = ("--num-gpu-blocks-override", "64", "--min-num-batched-tokens", "16", "-
 #: A search of one knob, and one of a single token budget.
 BUDGETS = ("--knobs", "max_num_batched_tokens")
 ONE = (*BUDGETS, "--max-num-batched-tokens", "16")
-
-
-@pytest.fixture(autouse=True)
-def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The garbage collection before each run takes far longer than the run of a tiny model."""
-    monkeypatch.setattr(gc, "collect", lambda *_: 0)
 
 
 @pytest.fixture
