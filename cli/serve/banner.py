@@ -60,7 +60,9 @@ def start_rows(
     if profile is not None:
         rows.append(("profile", profile))
     if engine.plan is not None:
-        rows += _memory_rows(engine.plan)
+        rows += _memory_rows(
+            engine.plan, "" if config.kv_cache_dtype == config.dtype else f" in {config.kv_cache_dtype}"
+        )
     rows += [
         ("context", f"{config.max_model_len} tokens, prompt and output (max_model_len)"),
         ("step", f"at most {config.max_num_batched_tokens} tokens (max_num_batched_tokens)"),
@@ -74,7 +76,7 @@ def start_rows(
     return rows
 
 
-def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+def _memory_rows(plan: MemoryPlan, kv_type: str) -> list[tuple[str, str]]:
     if plan.measured is None:
         parts = [("weights", human_bytes(plan.weights_bytes)), ("activations", human_bytes(plan.activation_bytes))]
     else:
@@ -87,7 +89,7 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         *parts,
         (
             "KV cache",
-            f"{human_bytes(plan.kv_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens, "
+            f"{human_bytes(plan.kv_bytes)}{kv_type}: {plan.num_blocks} blocks of {plan.block_size} tokens, "
             f"{plan.num_tokens} tokens{' in all layers' if plan.layout.window_groups else ''}; "
             f"{plan.max_num_seqs} requests of {plan.max_model_len} tokens",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,17 @@ import pytest
 import torch
 from alike import ENGINES, facts, requests
 from engines import EOS, generate_all, make_engine, tokenizer
+from quantised_files import save_quantised
 from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, MAX_POSITION, VOCAB_SIZE, build_model
 
+from llmsched.engine.architecture.dtypes import check_kv_dtype, kv_refusal, planned_kv_dtype
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.errors import ModelError
+from llmsched.engine.device import device_memory, gpu_device
+from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model import kv_scales as scales
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.parity import verification
@@ -25,6 +30,7 @@ from llmsched.engine.parity.logit_comparison import ParityReport, kl_divergence
 from llmsched.engine.parity.verification import LoadedModel, check_parity
 from llmsched.kernels.cpu import ops
 from llmsched.kernels.fp8 import FP8_TYPES
+from llmsched.profiles.gpus import find_gpu
 
 
 def parity(model: Any, kv_cache_dtype: str = "fp8", dtype: torch.dtype = torch.float32) -> ParityReport:
@@ -162,6 +168,39 @@ def test_scales_of_the_checkpoint_are_rounded_up(tiny_model: Any, tmp_path: Path
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"scale of the keys of layer 1 that is \[1\.0, 0\.0\]; allowed is one"):
         build_engine(config)
+
+
+def test_a_quantised_checkpoint_asks_for_fp8(tmp_path: Path) -> None:
+    folder = save_quantised(tmp_path / "model", "modelopt fp8").path
+    state, settings = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    state |= {f"model.layers.{layer}.self_attn.k_proj.k_scale": torch.tensor(0.4) for layer in range(3)}
+    save_file(state, folder / "model.safetensors")
+    settings["quantization_config"]["kv_cache_quant_algo"] = "FP8"
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", max_model_len=64)
+    engine = build_engine(config)
+    executor: Any = engine.executor
+    assert engine.config.kv_cache_dtype == "fp8"
+    assert [each[0].tolist() for each in executor._cache.scales] == [[0.5, 0.5]] * 3
+    planned, plan = open_planner(str(folder)).resolve(config, device_memory("cpu"))
+    assert (planned.kv_cache_dtype, plan.block_bytes) == ("fp8", executor.kv_cache_bytes // executor.num_blocks)
+    report = check_parity(verification.load_for_parity(config), num_prompts=2, num_tokens=4)
+    assert report.ok
+    assert report.rounding is not None
+
+
+@pytest.mark.parametrize("found", [("fp8", True), ("fp8_e4m3", True), ("fp8_e5m2", False), ("bfloat16", False)])
+def test_gpus_before_ada_cannot_convert_e4m3(found: tuple[str, bool]) -> None:
+    kind, refused = found
+    for name, too_old in (("a100-40gb", True), ("rtx3090", True), ("l4", False), ("h100", False)):
+        reason = kv_refusal(kind, gpu_device(find_gpu(name)))
+        assert (reason is not None) == (refused and too_old), name
+    assert kv_refusal(kind, device_memory("cpu")) is None
+    older = gpu_device(find_gpu("a100-40gb"))
+    assert planned_kv_dtype(EngineConfig(), "bfloat16", older, checkpoint_fp8=True) == "bfloat16"
+    if refused:
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype: NVIDIA A100.* use fp8_e5m2, or bfloat16"):
+            check_kv_dtype(kind, older)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def test_the_banner_tells_it(engine: Engine) -> None:
     assert "predicted" in rows["weights"]
     assert "actual" in rows["weights"]
     assert rows["KV"].endswith("(1.000 of predicted)")
+    assert " in bfloat16: 24 blocks of 16 tokens" in rows["KV cache"]
 
 
 def test_the_banner_tells_of_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

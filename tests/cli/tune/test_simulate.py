@@ -100,6 +100,16 @@ def test_the_winner_of_a_simulation(tune: Callable[..., Outcome], tmp_path: Path
     assert "SIMULATED" in page
 
 
+def test_the_profile_keeps_the_type_of_the_kv_cache(
+    tune: Callable[..., Outcome], command: CommandLine, tmp_path: Path
+) -> None:
+    profile = tmp_path / "fp8.toml"
+    assert tune(*FEW, "--kv-cache-dtype", "fp8_e5m2", "--output", str(profile)).code == 0
+    line = f"llmsched serve {CONFIG} --profile {profile}"
+    assert command.served(line).kv_cache_dtype == "fp8_e5m2"
+    assert command.served(f"{line} --kv-cache-dtype bfloat16").kv_cache_dtype == "bfloat16"
+
+
 def test_every_setting_has_the_figures_that_bench_gives_it(tune: Callable[..., Outcome], command: CommandLine) -> None:
     """The same load in full with the same seed: bench reproduces every trial of tune."""
     few = ("--knobs", "max_num_batched_tokens", "--max-num-batched-tokens", "128")
