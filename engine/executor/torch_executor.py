@@ -295,7 +295,8 @@ class TorchExecutor(Executor):
                 tables = torch.zeros(self.layout.num_groups, sizes[-1], blocks, dtype=torch.int32, device=self.device)
                 graphs = DecodeGraphs(self._model, tables, record)
                 for tensor in (*self._cache.keys, *self._cache.values):
-                    tensor[: -(-max(contexts) // self.block_size)].normal_()  # what the checks attend to
+                    attended = tensor[: -(-max(contexts) // self.block_size)]  # by the checks
+                    attended.copy_(torch.randn(attended.shape, dtype=torch.float16, device=self.device))  # also to fp8
                 for done, size in enumerate(reversed(sizes)):
                     progress("capturing CUDA graphs", done, len(sizes))
                     graphs.capture(self._decode_inputs(size, 1))
