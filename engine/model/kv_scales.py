@@ -2,8 +2,10 @@
 # Without scales, e4m3 would cut off large keys (its largest number is 448, and Qwen2 has larger keys), and round small
 # values coarsely (numbers below 2^-6 have fewer digits). So the largest key and the largest value of each KV head are
 # measured once, over a few tokens in the model's own type. Other tokens have larger ones, so a scale leaves ROOM for
-# them, which costs no digits: e4m3 is a floating-point type, and below 448 / ROOM it still has 11 binades of full
-# precision. Scales never change, so the KV of a prefix does not depend on the request that computed it.
+# them (in SmolLM2-135M, 512 tokens of text have up to 2.1 times larger ones). This costs no digits, because e4m3 is a
+# floating-point type: below 448 / ROOM it still has 11 binades of full precision, and SmolLM2's KL divergence is the
+# same for a ROOM of 1, 8 or 64 (measured). Scales never change, so the KV of a prefix does not depend on the request
+# that computed it.
 #
 # Scales are rounded up to powers of two, for the reasons in kernels/fp8.py. This also makes measured scales the same on
 # devices that round differently.
@@ -79,7 +81,9 @@ def kv_scales(
     scales = [power_of_two(ROOM * found / torch.finfo(kv_dtype).max) for found in largest]
     for name, given in checkpoint.items():
         layer, row = name
-        heads = scales[layer].shape[1] if layer < len(scales) else 0
+        if layer >= len(scales):
+            raise ModelError(f"the checkpoint has a KV scale of layer {layer}, but the model has {len(scales)} layers")
+        heads = scales[layer].shape[1]
         if given.numel() not in (1, heads) or not (given.isfinite().all() and (given > 0).all()):
             raise ModelError(
                 f"the checkpoint has a scale of the {('keys', 'values')[row]} of layer {layer} that is "

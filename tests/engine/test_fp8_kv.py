@@ -168,12 +168,17 @@ def test_scales_of_the_checkpoint_are_rounded_up(tiny_model: Any, tmp_path: Path
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"scale of the keys of layer 1 that is \[1\.0, 0\.0\]; allowed is one"):
         build_engine(config)
+    state[prefix.format(1) + "k_scale"] = torch.tensor(1.0)
+    state[prefix.format(3) + "k_scale"] = torch.tensor(1.0)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="has a KV scale of layer 3, but the model has 3 layers"):
+        build_engine(config)
 
 
 def test_a_quantised_checkpoint_asks_for_fp8(tmp_path: Path) -> None:
     folder = save_quantised(tmp_path / "model", "modelopt fp8").path
     state, settings = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    state |= {f"model.layers.{layer}.self_attn.k_proj.k_scale": torch.tensor(0.4) for layer in range(3)}
+    state |= {f"model.layers.{layer}.self_attn.k_proj.k_scale": torch.tensor(0.4) for layer in (0, 1)}
     save_file(state, folder / "model.safetensors")
     settings["quantization_config"]["kv_cache_quant_algo"] = "FP8"
     (folder / "config.json").write_text(json.dumps(settings))
@@ -181,7 +186,7 @@ def test_a_quantised_checkpoint_asks_for_fp8(tmp_path: Path) -> None:
     engine = build_engine(config)
     executor: Any = engine.executor
     assert engine.config.kv_cache_dtype == "fp8"
-    assert [each[0].tolist() for each in executor._cache.scales] == [[0.5, 0.5]] * 3
+    assert [each[0].tolist() for each in executor._cache.scales] == [[0.5, 0.5]] * 2
     planned, plan = open_planner(str(folder)).resolve(config, device_memory("cpu"))
     assert (planned.kv_cache_dtype, plan.block_bytes) == ("fp8", executor.kv_cache_bytes // executor.num_blocks)
     report = check_parity(verification.load_for_parity(config), num_prompts=2, num_tokens=4)
