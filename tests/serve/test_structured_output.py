@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import httpx
@@ -16,6 +18,8 @@ from scripted import LiveServer
 
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
+from llmsched.engine.grammar import compiler
+from llmsched.engine.grammar.spec import GrammarSpec
 
 MODEL = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
@@ -237,3 +241,29 @@ def test_compilations_are_counted(http: httpx.Client) -> None:
         body = {"prompt": "a", "structured_outputs": {"regex": "[xyz]{2}"}, "max_tokens": 5}
         assert http.post("/v1/completions", json=body).status_code == 200
     assert count() == before + 1
+
+
+def test_a_slow_compilation_holds_up_no_other_request(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    lark = compiler._lark
+
+    def slow(spec: GrammarSpec) -> str:
+        if spec.text == "slow":
+            begun.set()
+            gate.wait()
+        return lark(spec)
+
+    monkeypatch.setattr(compiler, "_lark", slow)
+
+    def post(regex: str) -> httpx.Response:
+        body = {"prompt": "a", "structured_outputs": {"regex": regex}, "max_tokens": 9}
+        return httpx.post(f"{http.base_url}/v1/completions", json=body, timeout=60)
+
+    with ThreadPoolExecutor(2) as threads:
+        late = [threads.submit(post, "slow") for _ in range(2)]
+        assert begun.wait(20)
+        for _ in range(3):
+            assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        assert not any(each.done() for each in late)
+        gate.set()
+        assert [each.result().json()["choices"][0]["text"] for each in late] == ["slow"] * 2
