@@ -30,7 +30,7 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
 
     def add(self, delta: ChoiceDelta) -> Iterator[Event]:
-        """Add a delta. Yield the events that tell a client."""
+        """Add a delta, and yield the events that report it to the client."""
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
             if text:
                 if not self.items or self.items[-1]["type"] != kind or self.items[-1]["status"] != "in_progress":

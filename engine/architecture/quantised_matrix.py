@@ -130,7 +130,7 @@ class MatrixTensors:
         return int(height), int(width)
 
     def ordered(self, name: str, columns: int, count: int) -> bool:
-        """Return True if the tensor `name`, the group of each column, does not have groups of neighbours."""
+        """Return True if the columns of a group are not neighbours. The tensor `name` has the group of each column."""
         tensor = self.find(name)
         if tensor is None:
             return False

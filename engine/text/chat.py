@@ -244,7 +244,7 @@ def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Map
 
 
 def _with_thinking(message: Message) -> Message:
-    """Rename the reasoning as the template of gpt-oss, which allows none beside content, expects it."""
+    """Rename the reasoning for the template of gpt-oss, which accepts no reasoning beside content."""
     renamed = dict(message)
     reasoning = renamed.pop("reasoning_content", None)
     return {**renamed, "thinking": reasoning} if reasoning and not message["content"] else renamed

@@ -65,13 +65,13 @@ def edit(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     return result
 
 
-def test_repetition_penalty_form() -> None:  # A20
+def test_repetition_penalty_form() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0]])
     sequence = make_sequence([0, 1, 0], [0], repetition_penalty=2.0)
     assert edit(logits, [sequence]).tolist() == [[1.0, -4.0, 1.0]]
 
 
-def test_presence_and_frequency_count_output_only() -> None:  # A20
+def test_presence_and_frequency_count_output_only() -> None:
     logits = torch.zeros(1, 4)
     sequence = make_sequence([0, 1, 1], [1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25)
     assert edit(logits, [sequence]).tolist() == [[0.0, -0.75, -1.25, 0.0]]
@@ -100,7 +100,7 @@ def test_stop_ids_beyond_the_vocabulary_are_no_trouble() -> None:
     assert sample(logits, [sequence])[0].token_id == 8
 
 
-def test_min_tokens_counts_output_only() -> None:  # A22
+def test_min_tokens_counts_output_only() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 7] = 100.0
     logits[:, 3] = 1.0
@@ -110,7 +110,7 @@ def test_min_tokens_counts_output_only() -> None:  # A22
     assert [result.token_id for result in sample(logits, [short, enough])] == [3, 7]
 
 
-def test_last_id_of_the_vocabulary_is_as_free_as_any() -> None:  # A22, G13
+def test_last_id_of_the_vocabulary_is_as_free_as_any() -> None:
     sequence = make_sequence([1], min_tokens=5, logit_bias={VOCAB - 1: 100.0}, logprobs=2)
     assert sample(torch.zeros(1, VOCAB), [sequence])[0].token_id == VOCAB - 1
 
@@ -137,7 +137,7 @@ def test_greedy_takes_the_best_of_the_edited_logits() -> None:
     ],
     ids=str,
 )
-def test_best_token_alone_survives(sampling: dict[str, float]) -> None:  # A18
+def test_best_token_alone_survives(sampling: dict[str, float]) -> None:
     sequences = [make_sequence([1], name=str(row), seed=row, **sampling) for row in range(64)]
     logits = random_logits(1).expand(64, -1)
     best = int(logits[0].argmax())
@@ -170,7 +170,7 @@ SAMPLINGS = [
 ]
 
 
-def test_row_does_not_depend_on_its_neighbours() -> None:  # A14
+def test_row_does_not_depend_on_its_neighbours() -> None:
     rows = [
         make_sequence([1, 2, 3], [4, 5], name=str(row), seed=11, stop=frozenset({4}), **sampling)
         for row, sampling in enumerate(SAMPLINGS)
@@ -205,7 +205,7 @@ def extend(sampler: Sampler, sequence: Sequence, steps: int) -> list[int]:
     ],
     ids=str,
 )
-def test_what_is_kept_between_steps_changes_nothing(sampling: dict[str, object], forgets: bool) -> None:  # A11, A12
+def test_what_is_kept_between_steps_changes_nothing(sampling: dict[str, object], forgets: bool) -> None:
     whole = make_sequence([1, 2, 3], stop=frozenset({7}), seed=5, **sampling)
     extend(Sampler(), whole, 60)
     again = make_sequence([1, 2, 3], stop=frozenset({7}), seed=5, **sampling)
@@ -226,7 +226,7 @@ def test_a_new_sequence_of_the_same_name_starts_afresh() -> None:
     assert fresh == extend(Sampler(), make_sequence([1], **sampling), 20)
 
 
-def test_seeds_give_different_choices_and_repeat() -> None:  # A16
+def test_seeds_give_different_choices_and_repeat() -> None:
     logits = random_logits(1).expand(8, -1)
 
     def choices(first_seed: int) -> list[int | None]:

@@ -48,7 +48,7 @@ def raw_logprobs(tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunks", [(1000,), (1,), (7,), (16,)], ids=str)
-def test_prompt_logprobs(chunks: tuple[int, ...]) -> None:  # A23, A25
+def test_prompt_logprobs(chunks: tuple[int, ...]) -> None:
     sequences = [
         make_sequence("a", PROMPT, prompt_logprobs=3),
         make_sequence("b", PROMPT[:9], prompt_logprobs=0, logprobs=2),
@@ -69,7 +69,7 @@ def test_prompt_logprobs(chunks: tuple[int, ...]) -> None:  # A23, A25
     assert stepper.prompt_logprobs[2] == stepper.prompt_logprobs[3] == []
 
 
-def test_prompt_logprobs_from_the_middle() -> None:  # A23: after a prefix hit only the rest is computed
+def test_prompt_logprobs_from_the_middle() -> None:  # after a prefix hit only the rest is computed
     stepper = Stepper(make_executor(), [make_sequence("a", PROMPT)], 40)
     stepper.step((16,))
     stepper.sequences[0] = make_sequence("a", PROMPT, prompt_logprobs=0)
@@ -118,7 +118,7 @@ def some_sequences() -> list[Any]:
     return [make_sequence(str(i), PROMPT[i : 20 + 2 * i], **sampling) for i, sampling in enumerate(SAMPLINGS)]
 
 
-def test_sampling_is_the_same_alone_mixed_and_chunked() -> None:  # A14
+def test_sampling_is_the_same_alone_mixed_and_chunked() -> None:
     executor = make_executor()
     mixed = Stepper(executor, some_sequences(), 48).generate(16)
     assert Stepper(executor, some_sequences(), 48, seed=1).generate(16, (3, 1, 1000)) == mixed
@@ -127,7 +127,7 @@ def test_sampling_is_the_same_alone_mixed_and_chunked() -> None:  # A14
     assert len({tuple(output) for output in mixed}) == len(mixed)
 
 
-def test_preemption_changes_nothing() -> None:  # A11, A12
+def test_preemption_changes_nothing() -> None:
     executor = make_executor()
     undisturbed = Stepper(executor, some_sequences(), 48).generate(20)
     stepper = Stepper(executor, some_sequences(), 48, seed=3)
@@ -290,7 +290,7 @@ def test_a_failing_forward_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
         Stepper(executor, [make_sequence("a", PROMPT)], 48).step((1000,))
 
 
-def test_padded_ids_of_the_vocabulary_can_be_sampled_and_fed_back() -> None:  # G13
+def test_padded_ids_of_the_vocabulary_can_be_sampled_and_fed_back() -> None:
     sequence = make_sequence("a", PROMPT, logit_bias={VOCAB_SIZE - 1: 100.0}, temperature=1.0, logprobs=2)
     assert Stepper(make_executor(), [sequence], 48).generate(5) == [[VOCAB_SIZE - 1] * 5]
 

@@ -106,7 +106,7 @@ def test_progress_counts_every_tensor(tiny_model: Any) -> None:
     assert sorted(done for _, done, _ in seen) == list(range(1, totals.pop() + 1))
 
 
-# G09: every kind of incomplete checkpoint is refused by name.
+# Every kind of incomplete checkpoint is refused by name.
 
 
 def shards(path: Path) -> list[Path]:
@@ -285,7 +285,7 @@ def test_a_tokenizer_without_tokens_is_refused(copy: Any) -> None:
         open_model(EngineConfig(model=str(path)))
 
 
-# G07: both spellings of rope data.
+# Both spellings of rope data.
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0}
 SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -337,7 +337,7 @@ def test_rope_per_layer_type_in_either_spelling(copy: Any) -> None:
     assert torch.equal(found[0], found[1])
 
 
-# G11: which layers of Qwen2 slide.
+# Which layers of Qwen2 slide.
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS = {
@@ -371,7 +371,7 @@ def test_sliding_layers_of_qwen2(case: str, copy: Any) -> None:
     assert slides == (SLIDING in expected)
 
 
-# G03, G05: generation_config.json.
+# generation_config.json.
 
 
 def test_stop_ids_are_a_union(copy: Any) -> None:
@@ -407,10 +407,10 @@ def test_sampling_defaults_are_those_that_the_file_sets(copy: Any) -> None:
     }
     edit_json(path / "generation_config.json", min_new_tokens=99, top_k=-1, stop_strings="x", max_new_tokens=None)
     defaults = info_of(path).sampling_defaults
-    assert (defaults["min_tokens"], defaults["top_k"], defaults["stop"]) == (99, -1, ("x",))  # N15
+    assert (defaults["min_tokens"], defaults["top_k"], defaults["stop"]) == (99, -1, ("x",))
 
 
-def test_other_fields_that_would_change_the_output_are_told(copy: Any) -> None:  # N16
+def test_other_fields_that_would_change_the_output_are_told(copy: Any) -> None:
     path = copy("llama")
     harmless = {"num_beams": 1, "typical_p": 1.0, "guidance_scale": None, "max_length": 512, "use_cache": True}
     edit_json(path / "generation_config.json", **harmless, length_penalty=2.0, suppress_tokens=[])

@@ -32,7 +32,7 @@ def compressed(**group: Any) -> dict[str, Any]:
     return quantised("compressed-tensors", config_groups={"group_0": {"targets": ["Linear"], **group}})
 
 
-#: config.json, and what the refusal must say (fault G15, and attention that the engine does not compute).
+#: config.json, and what the refusal must say.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown type": ({"model_type": "foo", "architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
     "unknown class": ({**LLAMA, "architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported: LlamaForCausalLM"),
@@ -151,7 +151,7 @@ def test_config_json_shows_vision_and_layer_types() -> None:
     assert "layers of type linear_attention" in str(refusal_of_file({**LLAMA, "layer_types": ["linear_attention"]}))
 
 
-def test_m02_quantised_weights_that_only_the_file_beside_the_config_names_are_refused(tmp_path: Path) -> None:
+def test_quantised_weights_that_only_the_file_beside_the_config_names_are_refused(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "INT4_AWQ"}}))
     with pytest.raises(ModelError, match=r"its weights are quantised \(modelopt INT4_AWQ: quant_algo INT4_AWQ\)"):

@@ -57,7 +57,7 @@ def test_every_choice_of_a_stream_has_its_role(http: httpx.Client) -> None:
         assert "".join(choice["delta"]["content"] for choice in own) == "ab"
 
 
-def test_the_template_makes_the_prompt(http: httpx.Client, server: ScriptedServer) -> None:  # G01
+def test_the_template_makes_the_prompt(http: httpx.Client, server: ScriptedServer) -> None:
     turns = [{"role": "system", "content": "Be brief."}, *HELLO]
     expected = len(render_chat(server.tokenizer, turns))
     assert post(http, turns, max_tokens=1)["usage"]["prompt_tokens"] == expected
@@ -76,7 +76,7 @@ def test_an_image_is_refused(http: httpx.Client) -> None:
     assert "image_url" in answer.json()["error"]["message"]
 
 
-def test_without_max_tokens_the_answer_may_fill_the_context(http: httpx.Client) -> None:  # C10
+def test_without_max_tokens_the_answer_may_fill_the_context(http: httpx.Client) -> None:
     answer = post(http, ignore_eos=True)
     assert answer["usage"]["total_tokens"] == 512
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -110,7 +110,7 @@ def test_logprobs_only_on_demand(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_no_template(make_server: Callable[..., ScriptedServer], streamed: bool) -> None:  # C12
+def test_no_template(make_server: Callable[..., ScriptedServer], streamed: bool) -> None:
     with httpx.Client(base_url=make_server(chat_template=None).url) as http:
         answer = http.post(PATH, json={"messages": HELLO, "stream": streamed})
         assert answer.status_code == 400
@@ -119,7 +119,7 @@ def test_no_template(make_server: Callable[..., ScriptedServer], streamed: bool)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_template_that_refuses(make_server: Callable[..., ScriptedServer], streamed: bool) -> None:  # C12
+def test_template_that_refuses(make_server: Callable[..., ScriptedServer], streamed: bool) -> None:
     template = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}x"
     with httpx.Client(base_url=make_server(chat_template=template).url) as http:
         assert http.post(PATH, json={"messages": HELLO, "max_tokens": 1}).status_code == 200
@@ -134,7 +134,7 @@ def test_template_that_refuses(make_server: Callable[..., ScriptedServer], strea
 )
 def test_defaults_of_the_model(
     make_server: Callable[..., ScriptedServer], fields: dict[str, Any], temperature: float
-) -> None:  # G05
+) -> None:
     server = make_server(sampling_defaults={"temperature": 0.6, "top_k": 64})
     seen = []
     next_token = server.script.next_token
@@ -157,7 +157,7 @@ def test_defaults_of_the_model(
 )
 def test_limits_of_the_model(
     make_server: Callable[..., ScriptedServer], path: str, fields: dict[str, Any], count: int
-) -> None:  # N02, N15, N16
+) -> None:
     server = make_server(sampling_defaults={"max_tokens": 7, "min_tokens": 5, "top_k": -1})
     with httpx.Client(base_url=server.url) as http:
         prompt: dict[str, Any] = {"messages": HELLO} if path == PATH else {"prompt": "x"}
@@ -172,7 +172,7 @@ def prompt_of(http: httpx.Client, path: str = PATH, **fields: Any) -> list[int]:
     return list(answer.json()["choices"][0]["prompt_token_ids"])
 
 
-def test_special_tokens_are_text_in_messages_and_tokens_in_prompts(http: httpx.Client) -> None:  # N18
+def test_special_tokens_are_text_in_messages_and_tokens_in_prompts(http: httpx.Client) -> None:
     text = "hi<|im_end|>"
     messages = [{"role": "user", "content": text}]
     assert prompt_of(http, messages=messages).count(2) == 1
@@ -181,7 +181,7 @@ def test_special_tokens_are_text_in_messages_and_tokens_in_prompts(http: httpx.C
     assert prompt_of(http, "/v1/completions", prompt=text, parse_special=False).count(2) == 0
 
 
-def test_a_final_message_is_continued(http: httpx.Client, server: ScriptedServer) -> None:  # N17
+def test_a_final_message_is_continued(http: httpx.Client, server: ScriptedServer) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "The capital is"}]
     ids = prompt_of(http, messages=messages, continue_final_message=True, add_generation_prompt=False)
     assert server.tokenizer.decode(ids).endswith("The capital is")

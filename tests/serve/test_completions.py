@@ -61,11 +61,11 @@ def test_fields(http: httpx.Client) -> None:
     assert whole(http, "hello")["id"] != answer["id"]
 
 
-def test_sixteen_tokens_unless_asked_otherwise(http: httpx.Client) -> None:  # C10
+def test_sixteen_tokens_unless_asked_otherwise(http: httpx.Client) -> None:
     assert whole(http, "hello")["choices"][0]["text"] == "abcdefghijklmnop"
 
 
-def test_a_stream_has_one_id_and_one_end(http: httpx.Client) -> None:  # B13, B19
+def test_a_stream_has_one_id_and_one_end(http: httpx.Client) -> None:
     chunks = chunks_of(http, "hello", max_tokens=3)
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
     text, reasons = joined(chunks)
@@ -93,7 +93,7 @@ def test_usage_in_every_chunk_when_asked(http: httpx.Client, last_too: bool) -> 
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_exactly_as_many_tokens_as_asked(http: httpx.Client, count: int) -> None:  # A27
+def test_exactly_as_many_tokens_as_asked(http: httpx.Client, count: int) -> None:
     choice = both(http, "hello", max_tokens=count)
     assert choice["text"] == "abc"[:count]
     assert choice["finish_reason"] == "length"
@@ -112,7 +112,7 @@ def test_usage_tells_what_the_prefix_cache_had(http: httpx.Client, server: Scrip
 # -- several prompts, several choices ---------------------------------------------------------------------------
 
 
-def test_n_choices_count_their_tokens_and_the_prompt_once(http: httpx.Client) -> None:  # A16
+def test_n_choices_count_their_tokens_and_the_prompt_once(http: httpx.Client) -> None:
     answer = whole(http, "hello", n=3, max_tokens=2)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert answer["usage"]["completion_tokens"] == 6
@@ -144,7 +144,7 @@ def test_one_refused_prompt_refuses_all_and_leaves_nothing(http: httpx.Client, s
 # -- text -------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_cut_inside_a_character_is_not_repeated(http: httpx.Client, server: ScriptedServer) -> None:  # B01
+def test_prompt_cut_inside_a_character_is_not_repeated(http: httpx.Client, server: ScriptedServer) -> None:
     lemon = server.ids("\U0001f34b")
     for cut in range(1, len(lemon)):
         prompt = [*server.ids("Good day "), *lemon[:cut]]
@@ -152,7 +152,7 @@ def test_prompt_cut_inside_a_character_is_not_repeated(http: httpx.Client, serve
         assert both(http, prompt)["text"] == "\ufffd" * (len(lemon) - cut) + "!"
 
 
-def test_any_bytes_stream_to_the_decoded_text(http: httpx.Client, server: ScriptedServer) -> None:  # B02
+def test_any_bytes_stream_to_the_decoded_text(http: httpx.Client, server: ScriptedServer) -> None:
     output = [
         *server.ids("X 天"),
         *server.ids("天")[:2],
@@ -164,7 +164,7 @@ def test_any_bytes_stream_to_the_decoded_text(http: httpx.Client, server: Script
     assert both(http, "bytes", max_tokens=64)["text"] == server.tokenizer.decode(output)
 
 
-def test_an_event_is_one_line_for_every_client(http: httpx.Client, server: ScriptedServer) -> None:  # B02
+def test_an_event_is_one_line_for_every_client(http: httpx.Client, server: ScriptedServer) -> None:
     text = "a\x85b\u2028c\u2029d\x0be\x1cf"
     server.force("lines", text)
     answer = http.post(PATH, json={"prompt": "lines", "stream": True, "max_tokens": 64})
@@ -174,7 +174,7 @@ def test_an_event_is_one_line_for_every_client(http: httpx.Client, server: Scrip
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
-def test_limit_inside_a_character(http: httpx.Client, server: ScriptedServer, count: int) -> None:  # B04
+def test_limit_inside_a_character(http: httpx.Client, server: ScriptedServer, count: int) -> None:
     output = server.ids("\U0001f34b\U0001f34b")
     server.force("lemons", output)
     choice = both(http, "lemons", max_tokens=count)
@@ -182,7 +182,7 @@ def test_limit_inside_a_character(http: httpx.Client, server: ScriptedServer, co
     assert choice["usage"]["completion_tokens"] == count
 
 
-def test_stop_id_inside_a_character(http: httpx.Client, server: ScriptedServer) -> None:  # B04
+def test_stop_id_inside_a_character(http: httpx.Client, server: ScriptedServer) -> None:
     lemon, stop = server.ids("\U0001f34b"), server.ids("Z")[0]
     server.force("half", [*lemon[:2], stop, *lemon])
     choice = both(http, "half", stop_token_ids=[stop])
@@ -190,12 +190,12 @@ def test_stop_id_inside_a_character(http: httpx.Client, server: ScriptedServer) 
     assert choice["usage"]["completion_tokens"] == 3
 
 
-def test_end_of_sequence_inside_a_character(http: httpx.Client, server: ScriptedServer) -> None:  # B04
+def test_end_of_sequence_inside_a_character(http: httpx.Client, server: ScriptedServer) -> None:
     server.force("half2", [*server.ids("\U0001f34b")[:2], EOS])
     assert both(http, "half2")["text"] == "\ufffd"
 
 
-def test_replacement_character_of_the_model(http: httpx.Client, server: ScriptedServer) -> None:  # B05
+def test_replacement_character_of_the_model(http: httpx.Client, server: ScriptedServer) -> None:
     server.force("real", [*server.ids("q\ufffd"), EOS])
     assert both(http, "real")["text"] == "q\ufffd"
 
@@ -203,45 +203,45 @@ def test_replacement_character_of_the_model(http: httpx.Client, server: Scripted
 @pytest.mark.parametrize(("output", "text", "reason"), [("QRSTUVW", "", "stop"), ("QRSTX", "QRSTX", "length")])
 def test_start_of_a_stop_string_is_held(
     http: httpx.Client, server: ScriptedServer, output: str, text: str, reason: str
-) -> None:  # B07
+) -> None:
     server.force(output, output)
     choice = both(http, output, stop=["QRSTUV"], max_tokens=len(output))
     assert (choice["text"], choice["finish_reason"]) == (text, reason)
 
 
-def test_stop_string_never_met(http: httpx.Client, server: ScriptedServer) -> None:  # B09
+def test_stop_string_never_met(http: httpx.Client, server: ScriptedServer) -> None:
     server.force("zzz", "abZZZ")
     choice = both(http, "zzz", stop=["ZZZZ"], max_tokens=5)
     assert (choice["text"], choice["finish_reason"]) == ("abZZZ", "length")
 
 
-def test_text_held_for_a_stop_string_survives_a_stop_id(http: httpx.Client, server: ScriptedServer) -> None:  # B09
+def test_text_held_for_a_stop_string_survives_a_stop_id(http: httpx.Client, server: ScriptedServer) -> None:
     stop = server.ids("!")[0]
     server.force("held", [*server.ids("abZZ"), stop])
     assert both(http, "held", stop=["ZZZZ"], stop_token_ids=[stop])["text"] == "abZZ"
 
 
-def test_stop_strings_cut_exactly(http: httpx.Client, server: ScriptedServer) -> None:  # B11
+def test_stop_strings_cut_exactly(http: httpx.Client, server: ScriptedServer) -> None:
     server.force("greet", "Hello world")
     assert both(http, "greet", stop="lo w")["text"] == "Hel"
     choice = both(http, "greet", stop=["lo w"], include_stop_str_in_output=True)
     assert (choice["text"], choice["stop_reason"]) == ("Hello w", "lo w")
 
 
-def test_special_stop_id_cuts_no_text(http: httpx.Client, server: ScriptedServer) -> None:  # B11
+def test_special_stop_id_cuts_no_text(http: httpx.Client, server: ScriptedServer) -> None:
     server.force("special", [*server.ids("complete"), 1, *server.ids("more")])
     choice = both(http, "special", stop_token_ids=[1])
     assert (choice["text"], choice["stop_reason"]) == ("complete", 1)
 
 
-def test_a_stop_on_the_last_token_is_a_stop(http: httpx.Client, server: ScriptedServer) -> None:  # B13
+def test_a_stop_on_the_last_token_is_a_stop(http: httpx.Client, server: ScriptedServer) -> None:
     server.force("five", [*server.ids("abcd"), EOS])
     assert both(http, "five", max_tokens=5)["finish_reason"] == "stop"
     assert both(http, "five", max_tokens=4)["finish_reason"] == "length"
     assert both(http, "hello", max_tokens=5, stop="e")["finish_reason"] == "stop"
 
 
-def test_ignore_eos(http: httpx.Client, server: ScriptedServer) -> None:  # A22
+def test_ignore_eos(http: httpx.Client, server: ScriptedServer) -> None:
     server.force("eos", [EOS, EOS, EOS, EOS])
     assert both(http, "eos", max_tokens=4)["usage"]["completion_tokens"] == 1
     assert both(http, "eos", max_tokens=4, ignore_eos=True)["usage"]["completion_tokens"] == 4
@@ -253,7 +253,7 @@ def test_special_tokens_are_shown_on_demand(http: httpx.Client, server: Scripted
     assert both(http, "show", skip_special_tokens=False, ignore_eos=True, max_tokens=3)["text"] == "a<|im_start|>b"
 
 
-def test_an_id_without_text_goes_on(http: httpx.Client, server: ScriptedServer) -> None:  # G13
+def test_an_id_without_text_goes_on(http: httpx.Client, server: ScriptedServer) -> None:
     server.force("padded", [*server.ids("a"), 318, *server.ids("b"), EOS])
     choice = both(http, "padded", logprobs=3)
     assert choice["text"] == "ab"
@@ -273,7 +273,7 @@ def test_logprobs(http: httpx.Client, server: ScriptedServer) -> None:
     assert lists["top_logprobs"][0]["a"] == logprob_of(ids[0])
 
 
-def test_logprobs_zero_tells_the_chosen_token_alone(http: httpx.Client) -> None:  # B19
+def test_logprobs_zero_tells_the_chosen_token_alone(http: httpx.Client) -> None:
     lists = whole(http, "hello", max_tokens=2, logprobs=0)["choices"][0]["logprobs"]
     assert len(lists["token_logprobs"]) == 2
     assert [list(top) for top in lists["top_logprobs"]] == [["a"], ["b"]]
@@ -295,7 +295,7 @@ def test_stream_and_whole_have_the_same_logprobs(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("text", ["hello", " two  spaces\ttab\nline ", "天気 \U0001f34b", "a <|im_end|> inside"])
-def test_echo(http: httpx.Client, text: str) -> None:  # B19
+def test_echo(http: httpx.Client, text: str) -> None:
     assert both(http, text, max_tokens=2, echo=True)["text"] == text + "ab"
 
 
@@ -304,7 +304,7 @@ def test_echo_of_ids(http: httpx.Client, server: ScriptedServer) -> None:
     assert both(http, ids, max_tokens=2, echo=True)["text"] == "Good night \ufffdab"
 
 
-def test_echo_with_logprobs(http: httpx.Client, server: ScriptedServer) -> None:  # A23, A25, B17
+def test_echo_with_logprobs(http: httpx.Client, server: ScriptedServer) -> None:
     prompt = server.ids("The quick brown fox jumps over the lazy dog. " * 5)
     for _ in range(2):  # the second time most of the prompt is in the prefix cache
         lists = both(http, prompt, max_tokens=1, echo=True, logprobs=1)["logprobs"]
@@ -314,7 +314,7 @@ def test_echo_with_logprobs(http: httpx.Client, server: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_echo_of_the_prompt_alone(http: httpx.Client, server: ScriptedServer, n: int) -> None:  # A25, A27
+def test_echo_of_the_prompt_alone(http: httpx.Client, server: ScriptedServer, n: int) -> None:
     answer = whole(http, "hello", max_tokens=0, echo=True, logprobs=1, n=n)
     assert answer["usage"]["completion_tokens"] == 0
     for choice in answer["choices"]:
@@ -322,17 +322,17 @@ def test_echo_of_the_prompt_alone(http: httpx.Client, server: ScriptedServer, n:
         assert choice["logprobs"]["token_logprobs"] == [None, *(logprob_of(i) for i in server.ids("hello")[1:])]
 
 
-def test_bos_is_not_echoed(make_server: Any) -> None:  # G01, A25
+def test_bos_is_not_echoed(make_server: Any) -> None:
     server = make_server(bos=True)
     with httpx.Client(base_url=server.url) as http:
         answer = whole(http, "hello", max_tokens=1, echo=True, logprobs=0)
         assert answer["usage"]["prompt_tokens"] == len(server.ids("hello")) + 1
         assert answer["choices"][0]["text"] == "helloa"
         assert answer["choices"][0]["logprobs"]["tokens"][0] == ""
-        assert whole(http, "", max_tokens=1)["usage"]["prompt_tokens"] == 1  # C05: a lone BOS is legal
+        assert whole(http, "", max_tokens=1)["usage"]["prompt_tokens"] == 1  # a lone BOS is legal
 
 
-def test_nothing_is_kept_of_requests_that_ended(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:  # C18
+def test_nothing_is_kept_of_requests_that_ended(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_REQUESTS", 8)  # what is kept for `explain` is kept of so many
 
     def objects_after(count: int) -> int:

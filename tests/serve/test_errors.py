@@ -83,19 +83,19 @@ def _lives_on(http: httpx.Client) -> Iterator[None]:
 )
 def test_ranges_are_refused_by_name_before_any_event(
     http: httpx.Client, path: str, param: str, value: Any, streamed: bool
-) -> None:  # A18, B15, C05, C07
+) -> None:
     error = refused(http, path, stream=streamed, **{param: value})
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert param in error["message"]
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 0, "temperature": 0}, {"top_p": 0}, {"min_p": 1}, {"top_p": 1e-9}])
-def test_edges_of_ranges_are_taken(http: httpx.Client, fields: dict[str, float]) -> None:  # A18
+def test_edges_of_ranges_are_taken(http: httpx.Client, fields: dict[str, float]) -> None:
     assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **fields}).status_code == 200
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400"])
-def test_the_refusal_of_nan_is_strict_json(http: httpx.Client, value: str) -> None:  # C08
+def test_the_refusal_of_nan_is_strict_json(http: httpx.Client, value: str) -> None:
     body = json.dumps({**BODIES[COMPLETIONS], "temperature": "@"}).replace('"@"', value)
     answer = http.post(COMPLETIONS, content=body)
     assert answer.status_code == 400
@@ -144,7 +144,7 @@ def test_methods_and_routes(http: httpx.Client, method: str, path: str, status: 
     ("length", "max_tokens", "accepted"),
     [(511, 1, True), (512, 1, False), (511, 2, False), (508, 5, False), (513, 1, False), (600, 0, False)],
 )
-def test_context(http: httpx.Client, length: int, max_tokens: int, accepted: bool) -> None:  # C10
+def test_context(http: httpx.Client, length: int, max_tokens: int, accepted: bool) -> None:
     answer = http.post(COMPLETIONS, json={"prompt": [10] * length, "max_tokens": max_tokens})
     assert (answer.status_code == 200) == accepted
     if not accepted:
@@ -153,17 +153,17 @@ def test_context(http: httpx.Client, length: int, max_tokens: int, accepted: boo
         assert all(str(number) in message for number in (512, length, max_tokens))
 
 
-def test_the_default_of_sixteen_tokens_ends_with_the_context(http: httpx.Client) -> None:  # C10
+def test_the_default_of_sixteen_tokens_ends_with_the_context(http: httpx.Client) -> None:
     answer = http.post(COMPLETIONS, json={"prompt": [10] * 505})
     assert answer.json()["usage"]["completion_tokens"] == 7
 
 
-def test_chat_beyond_the_context(http: httpx.Client) -> None:  # C10
+def test_chat_beyond_the_context(http: httpx.Client) -> None:
     error = refused(http, CHAT, messages=[{"role": "user", "content": "x " * 600}], max_tokens=None)
     assert "512" in error["message"]
 
 
-def test_what_can_never_fit_the_pool(make_server: Callable[..., ScriptedServer]) -> None:  # D01
+def test_what_can_never_fit_the_pool(make_server: Callable[..., ScriptedServer]) -> None:
     with httpx.Client(base_url=make_server(num_blocks=8).url) as http:
         assert http.post(COMPLETIONS, json={"prompt": [10] * 128, "max_tokens": 1}).status_code == 200
         answer = http.post(COMPLETIONS, json={"prompt": [10] * 128, "max_tokens": 2})
@@ -205,7 +205,7 @@ def _user(text: str) -> dict[str, str]:
 
 def test_others_are_served_while_a_prompt_is_tokenised(
     http: httpx.Client, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:  # C03
+) -> None:
     begun, go_on, encode = threading.Event(), threading.Event(), server.tokenizer.encode
 
     def slow(text: str, *rest: Any, **more: Any) -> list[int]:
@@ -229,7 +229,7 @@ def test_others_are_served_while_a_prompt_is_tokenised(
 
 def test_tokenising_ends_when_the_client_leaves(
     make_server: Callable[..., ScriptedServer], monkeypatch: pytest.MonkeyPatch
-) -> None:  # S04
+) -> None:
     server = make_server()
     begun, go_on, encode, encoded = threading.Event(), threading.Event(), server.tokenizer.encode, []
 
@@ -255,7 +255,7 @@ def test_tokenising_ends_when_the_client_leaves(
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/prefixes", "/tokenize"])
 @pytest.mark.parametrize("name", ["tokenizer", "messages", "conversation", "self", "chat_template", "tokenize"])
-def test_template_arguments_that_the_server_sets_are_refused(http: httpx.Client, path: str, name: str) -> None:  # S08
+def test_template_arguments_that_the_server_sets_are_refused(http: httpx.Client, path: str, name: str) -> None:
     messages = [{"role": "user", "content": "hello"}]
     answer = http.post(path, json={"messages": messages, "chat_template_kwargs": {name: 1}})
     assert (answer.status_code, strict(answer)["error"]["param"]) == (400, "chat_template_kwargs")
@@ -320,7 +320,7 @@ def locked() -> Iterator[httpx.Client]:
     ("method", "path"),
     [("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("POST", "/reset_prefix_cache")],
 )
-def test_no_way_in_without_the_key(locked: httpx.Client, method: str, path: str, header: str | None) -> None:  # C15
+def test_no_way_in_without_the_key(locked: httpx.Client, method: str, path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
     answer = locked.request(method, path, headers=headers, content=b"{")
     assert answer.status_code == 401
@@ -329,11 +329,11 @@ def test_no_way_in_without_the_key(locked: httpx.Client, method: str, path: str,
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-def test_the_key_opens(locked: httpx.Client, scheme: str) -> None:  # C15
+def test_the_key_opens(locked: httpx.Client, scheme: str) -> None:
     headers = {"Authorization": f"{scheme} geheim-é".encode()}
     assert locked.post(COMPLETIONS, headers=headers, json=BODIES[COMPLETIONS]).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics"])
-def test_probes_need_no_key(locked: httpx.Client, path: str) -> None:  # C15
+def test_probes_need_no_key(locked: httpx.Client, path: str) -> None:
     assert locked.get(path).status_code == 200
