@@ -46,8 +46,11 @@ class PackedMatrix(NamedTuple):
         return len(self.codes), self.codes.shape[1] * 8 // self.bits
 
     def rows(self, index: Tensor | slice) -> PackedMatrix:
+        from llmsched.kernels.fp8 import as_bytes
+
         offsets = None if self.offsets is None else self.offsets[index]
-        return self._replace(codes=self.codes[index], scales=self.scales[index], offsets=offsets)
+        codes = as_bytes(self.codes)[index].view(self.codes.dtype)
+        return self._replace(codes=codes, scales=self.scales[index], offsets=offsets)
 
     def unpacked(self) -> Tensor:
         """Return the matrix as float32 [M, N], with its columns in the order of the inputs."""

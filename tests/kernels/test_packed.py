@@ -121,7 +121,7 @@ def test_all_codes_of_fp8_but_nan() -> None:
 
 
 def test_rows_of_a_matrix_keep_its_table_and_order() -> None:
-    for kind in (KINDS[9], KINDS[12]):
+    for kind in (KINDS[9], KINDS[12], KINDS[14]):
         matrix = random_matrix(kind, 12, fitting(kind, 96))
         index = torch.tensor([3, 3, 11])
         assert torch.equal(matrix.rows(index).unpacked(), matrix.unpacked()[index])
