@@ -1,4 +1,4 @@
-"""Quantised GGUF matrices stay quantised on a CPU, and the model computes the same as with dequantised weights."""
+"""Quantised GGUF matrices stay quantised, and the model computes the same as with dequantised weights."""
 
 from __future__ import annotations
 
