@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmsched.engine.architecture.quantised_matrix import MatrixTensors, QuantisedMatrix, Stored
-from llmsched.engine.architecture.quantization import method_of
+from llmsched.engine.architecture.quantization import JOINED_EXPERTS, method_of
 from llmsched.engine.architecture.served_formats import own_values
 
 #: Bytes of a scale in memory, by its type in the file. The exponents become bfloat16.
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 _EXPONENTS = {"U8": 2, "F8_E8M0": 2}  # of powers of two, in 8 bits
+_EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<role>(gate|up|down)_proj)\.weight")
 STATE = "weight.quant_state.bitsandbytes__"
 #: Last parts of names of tensors that only products with quantised inputs, or a quantised KV cache, need.
 UNUSED = frozenset(
@@ -46,6 +48,22 @@ def read_matrices(
         found[matrix.weight] = matrix
         names |= {matrix.prefix + each for each in matrix.parts}
     return found, frozenset(names)
+
+
+def joined_experts(matrices: Mapping[str, QuantisedMatrix], model_type: str | None) -> dict[str, list[QuantisedMatrix]]:
+    """Return the matrices of single experts that stay quantised, by the name of the model's tensor that joins them.
+
+    The rows of the matrices in a list, in this order, are the rows of the joined one. Only alike matrices are joined.
+    """
+    found: dict[str, list[tuple[int, str, QuantisedMatrix]]] = {}
+    for name, matrix in matrices.items():
+        if model_type in JOINED_EXPERTS and (match := _EXPERT.fullmatch(name)) is not None:
+            target = "down_proj" if match["role"] == "down_proj" else "gate_up_proj"
+            found.setdefault(f"{match['experts']}.{target}", []).append((int(match["number"]), match["role"], matrix))
+    joined = {name: [matrix for *_, matrix in sorted(each, key=lambda one: one[:2])] for name, each in found.items()}
+    kinds = {name: {(each.kind, each.shape) for each in members} for name, members in joined.items()}
+    unlike = {name.rpartition(".")[0] for name, each in kinds.items() if len(each) > 1 or (None in next(iter(each)))}
+    return {name: members for name, members in joined.items() if name.rpartition(".")[0] not in unlike}
 
 
 def _read_awq(parts: MatrixTensors) -> QuantisedMatrix:

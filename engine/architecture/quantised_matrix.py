@@ -46,6 +46,11 @@ class QuantisedMatrix:
         return self.layout == "experts" or ".experts." not in self.weight
 
     @property
+    def kind(self) -> tuple[object, ...] | None:
+        """Properties in which matrices must agree so that their rows can be joined; None if no rows can be joined."""
+        return None if self.is_ordered else (self.code, self.group, self.scale_bytes, self.has_zeros)
+
+    @property
     def bits(self) -> int:
         return 8 if self.code in ("int8", "fp8") else 4
 

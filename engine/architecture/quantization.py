@@ -34,6 +34,9 @@ _METHODS = ("mxfp4", "fp8", "fbgemm-fp8", "awq", "gptq", "bitsandbytes", "modelo
 #: Names of quantization_config in config.json.
 _SETTINGS = ("quantization_config", "compression_config")
 
+#: Types of models whose checkpoints have a matrix for each expert, but which hold the matrices of all experts joined.
+JOINED_EXPERTS = frozenset({"qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"})
+
 _FORMAT_IN_NAME = re.compile(
     r"(?<![a-z0-9])((?:nv|mx)?fp[48]|awq|gptq|int[48]|w[48]a(?:8|16)|[48]bit|bnb)(?![a-z0-9])", re.IGNORECASE
 )
@@ -61,6 +64,7 @@ class Quantization:
     fp8_kv: bool = False  # True if the checkpoint has scales for an fp8 KV cache
     known: bool = False  # False for an unknown format
     kv_doubt: str | None = None  # why the type of KV is unclear; None if it is clear
+    keeps_experts: bool = False  # True if `llmsched serve` keeps the matrices of routed experts quantised
 
     def bits(self, module: str, *, expert: bool = False, packed: bool = False) -> Bits:
         """Return the bits per weight of a module's matrix, for example of "model.layers.0.mlp.up_proj".
@@ -127,6 +131,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
         fp8_kv=bool(fp8_kv),
         known=any(scheme.bits for scheme in schemes),
         kv_doubt=f"{unclear}; KV is counted in the type of the model" if fp8_kv is None else None,
+        keeps_experts=method == "mxfp4" or fields.model_type in JOINED_EXPERTS,
     )
 
 

@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, read_json_object, transformers_config
 from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS, format_of, stored_size
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
-from llmsched.engine.architecture.quantised_layouts import read_matrices
+from llmsched.engine.architecture.quantised_layouts import joined_experts, read_matrices
 from llmsched.engine.architecture.quantised_matrix import QuantisedMatrix, Stored
 from llmsched.engine.architecture.quantization import Quantization, quantization_of, settings_of
 from llmsched.engine.architecture.served_formats import refusal_of_format
@@ -106,7 +107,7 @@ def model_weights(
         parts = (("matrices", sizes.linear, total.linear), ("experts", sizes.experts, total.experts))
         bits = ", ".join(f"{8 * size / count:.3g} bits in {name}" for name, size, count in parts if count)
         counted = f"count as {bits}" if quantization.known else f"count {dtype_bytes} bytes each"
-        dequantised = packed and total.experts and not _keeps_experts(quantization)
+        dequantised = packed and total.experts and not quantization.keeps_experts
         if dequantised and any(quantization.bits(name, expert=True) for name in modules):
             notes += (_DENSE_EXPERTS,)
         notes += (f"the checkpoint is quantised ({quantization.method}); without its files weights {counted}",)
@@ -144,7 +145,8 @@ def stored_bytes(
 
     If `packed` is True, the bytes are those in the memory of `llmsched serve`.
     """
-    quantised = ("linear", "experts") if not packed or _keeps_experts(quantization) else ("linear",)
+    keeps_experts = not packed or (quantization is not None and quantization.keeps_experts)
+    quantised = ("linear", "experts") if keeps_experts else ("linear",)
     sizes = [0.0] * len(Parameters._fields)
     for name, counted in modules.items():
         for place, (each, count) in enumerate(zip(Parameters._fields, counted, strict=True)):
@@ -166,11 +168,6 @@ def _rounded_bytes(modules: Mapping[str, Parameters], rounding: str, dtype_bytes
     return total
 
 
-def _keeps_experts(quantization: Quantization | None) -> bool:
-    """Return True if `llmsched serve` keeps the matrices of experts quantised, as those of gpt-oss."""
-    return quantization is not None and quantization.method == "mxfp4"
-
-
 def _settings(fields: Fields) -> Mapping[str, Any]:
     return settings_of({"quantization_config": fields.get("quantization_config")})
 
@@ -185,6 +182,7 @@ def _from_headers(
         stored = {name: tensor for name, tensor in stored.items() if name not in parts}
         matrices = [*found.values()]
     kept = [matrix for matrix in matrices if matrix.is_kept]
+    kept += chain.from_iterable(joined_experts({each.weight: each for each in matrices}, fields.model_type).values())
     sizes = {matrix.weight: math.prod(matrix.shape) * dtype_bytes for matrix in matrices}
     sizes |= {matrix.weight: matrix.packed_bytes for matrix in kept}
     for name, tensor in stored.items():

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from llmsched.engine.model.modules import UnknownStructureError, activation_of
-from llmsched.engine.model.packed_experts import PackedExperts
+from llmsched.engine.model.modules import UnknownStructureError
+from llmsched.engine.model.packed_experts import PackedExperts, gate_of
 from llmsched.kernels import reference
-from llmsched.kernels.experts import Gate, Matrices, Routing, join
+from llmsched.kernels.experts import Gate, Matrices, Routing
 
 #: Random rows for which the weights of experts are compared, and rows for which outputs are compared.
 ROUTED_ROWS, COMPUTED_ROWS = 64, 4
@@ -67,7 +67,16 @@ def read_experts(block: nn.Module, parts: Mapping[str, nn.Module], config: Any) 
     correction = own["e_score_correction_bias"].float() if "e_score_correction_bias" in own else None
     router_type, routing = _find_routing(block, experts, router, config, correction)
     made = ExpertParts(
-        *(router, own.get("bias"), router_type, routing, correction, up, down, _find_gate(experts)),
+        *(
+            router,
+            own.get("bias"),
+            router_type,
+            routing,
+            correction,
+            up,
+            down,
+            gate_of(experts),
+        ),
         *(weights.get(name) for name in _BIASES),
     )
     _compare(made, block, parts)
@@ -167,22 +176,6 @@ def _rules(config: Any, chosen: int, num_experts: int) -> Iterator[Routing]:
         yield Routing(chosen, score, normalised, factor, *limit)
 
 
-def _find_gate(experts: Any) -> Gate:
-    """Return the rule by which experts join gate and up."""
-    if isinstance(experts, PackedExperts):
-        return experts.gate
-    if hasattr(experts, "act_fn"):
-        gate = Gate(activation_of(experts.act_fn))
-    elif hasattr(experts, "alpha") and hasattr(experts, "limit"):
-        gate = Gate(interleaved=True, slope=experts.alpha, limit=experts.limit, shift=1.0)
-    else:
-        raise UnknownStructureError(f"the gate of {type(experts).__name__} is unknown")
-    numbers = torch.linspace(-12, 12, 98)[None]
-    if hasattr(experts, "_apply_gate") and not torch.allclose(experts._apply_gate(numbers), join(numbers, gate)):
-        raise UnknownStructureError(f"the gate of {type(experts).__name__} is unknown")
-    return gate
-
-
 def _compare(made: ExpertParts, block: Any, parts: Mapping[str, nn.Module]) -> None:
     """Raise UnknownStructureError if the parts give other outputs than the module."""
     rows = _random_rows(parts["experts"], made.router, COMPUTED_ROWS)
@@ -200,7 +193,7 @@ def _compare(made: ExpertParts, block: Any, parts: Mapping[str, nn.Module]) -> N
 
 def _random_rows(experts: nn.Module, router: Tensor, count: int) -> Tensor:
     rows = torch.randn(count, router.shape[1], generator=torch.Generator().manual_seed(0))
-    return rows.to(router.device, next(experts.parameters()).dtype)
+    return rows.to(router.device, next(experts.parameters(), router).dtype)
 
 
 def _differences(found: Tensor, expected: Tensor) -> Tensor:

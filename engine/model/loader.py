@@ -168,7 +168,10 @@ def load_model(
         from llmsched.engine.model.quantised_weights import dequantised_state_dict
 
         stored = without_scales(open_checkpoint(source.path))
-        weights = dequantised_state_dict(stored, settings, f"model {source.spec}", matrices if packed else None, dtype)
+        kept = matrices if packed else None
+        weights = dequantised_state_dict(
+            stored, settings, f"model {source.spec}", kept, dtype, model_type=config.model_type
+        )
     else:
         weights = without_scales(open_checkpoint(source.path))
         check_unquantised(weights, f"model {source.spec}")

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmsched.engine.architecture.quantised_layouts import STATE, read_matrices
+from llmsched.engine.architecture.quantised_layouts import STATE, joined_experts, read_matrices
 from llmsched.engine.architecture.quantised_matrix import Layout, QuantisedMatrix, Stored
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.checkpoint import LazyTensor, StateDict
@@ -45,15 +45,32 @@ def dequantised_state_dict(
     where: str,
     packed_matrices: dict[str, PackedMatrix] | None,
     dtype: torch.dtype,
+    model_type: str | None = None,
 ) -> StateDict:
     """Return the tensors of a checkpoint whose quantization_config is `settings`, with dequantised matrices.
 
     If `packed_matrices` is given, each read of a matrix that can stay quantised adds the packed matrix to this mapping.
-    The read then returns a placeholder of the type `dtype`, which has the right shape but takes no memory. Raises
+    The read then returns a placeholder of the type `dtype`, which has the right shape but takes no memory. Matrices of
+    experts are then joined, if models of `model_type` hold them so. Raises
     ModelError, in which `where` names the checkpoint, if a tensor is missing or has a wrong shape or type.
     """
     stored = {name: Stored(tensor.dtype, tensor.shape, partial(_bytes, tensor)) for name, tensor in state.items()}
     matrices, parts = read_matrices(stored, settings, where)
+
+    def read(matrix: QuantisedMatrix) -> PackedMatrix:
+        def get(part: str) -> Tensor:
+            return state[matrix.prefix + part].read()
+
+        return packed_experts(get) if matrix.layout == "experts" else packed(matrix, get, settings, where)
+
+    def join(name: str, members: Sequence[QuantisedMatrix]) -> LazyTensor:
+        def pack() -> Tensor:
+            assert packed_matrices is not None
+            packed_matrices[name] = found = joined_rows([read(matrix) for matrix in members])
+            return torch.zeros((), dtype=dtype).expand(count, len(found.codes) // count, found.shape[1])
+
+        count = len({matrix.prefix.split(".experts.")[1].split(".")[0] for matrix in members})
+        return LazyTensor(pack)
 
     def lazy(matrix: QuantisedMatrix) -> LazyTensor:
         def get(part: str) -> Tensor:
@@ -61,9 +78,7 @@ def dequantised_state_dict(
 
         def pack() -> Tensor:
             assert packed_matrices is not None
-            of_experts = matrix.layout == "experts"
-            found = packed_experts(get) if of_experts else packed(matrix, get, settings, where)
-            packed_matrices[matrix.weight] = found
+            packed_matrices[matrix.weight] = read(matrix)
             return torch.zeros((), dtype=dtype).expand(matrix.shape)
 
         if packed_matrices is not None and matrix.is_kept:
@@ -72,8 +87,18 @@ def dequantised_state_dict(
             return LazyTensor(lambda: _experts(matrix, get, dtype))
         return LazyTensor(lambda: packed(matrix, get, settings, where).unpacked().to(dtype))
 
+    experts = {} if packed_matrices is None else joined_experts(matrices, model_type)
+    in_joined = {matrix.weight for members in experts.values() for matrix in members}
     plain = {name: tensor for name, tensor in state.items() if name not in parts}
-    return plain | {name: lazy(matrix) for name, matrix in matrices.items()}
+    single = {name: lazy(matrix) for name, matrix in matrices.items() if name not in in_joined}
+    return plain | single | {name: join(name, members) for name, members in experts.items()}
+
+
+def joined_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+    """Concatenate the rows of matrices of one kind."""
+    offsets = [matrix.offsets for matrix in matrices if matrix.offsets is not None]
+    codes, scales = (torch.cat(parts) for parts in zip(*(matrix[:2] for matrix in matrices), strict=True))
+    return matrices[0]._replace(codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
 
 
 def packed(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any], where: str) -> PackedMatrix:

@@ -169,9 +169,34 @@ def test_experts_in_mxfp4_stay_quantised(impl: Any, tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path, packed=False).get_parameter(name), checkpoint.dense[name])
 
 
-def test_other_experts_are_dequantised(tmp_path: Path) -> None:
-    checkpoint = save_experts(tmp_path, "qwen3_moe fp8")
+@pytest.mark.parametrize(
+    ("case", "impl"),
+    [
+        ("qwen3_moe fp8 block", "fused"),
+        ("qwen3_moe fp8 block", "transformers"),
+        ("olmoe awq", "fused"),
+        ("qwen3_moe gptq sym", "fused"),
+        ("glm4_moe nf4", "fused"),
+    ],
+)
+def test_single_experts_are_joined_and_stay_quantised(case: str, impl: Any, tmp_path: Path) -> None:
+    checkpoint = save_experts(tmp_path, case)
     model = load(tmp_path)
+    number = sum(name.endswith("experts.0.down_proj.weight") for name in checkpoint.dense)
+    assert sum(isinstance(module, PackedExperts) for module in model.modules()) == number > 0
+    assert assert_logits_equal(model, checkpoint.model, impl).model_impl == impl
+    weights = planned(tmp_path)
+    assert weights.count == pytest.approx(loaded_bytes(model), rel=0.01)
+    assert "experts are dequantised on loading" not in weights.notes
+    dense = load(tmp_path, packed=False)
+    assert_logits_equal(dense, checkpoint.model)
+
+
+@pytest.mark.parametrize("case", ["mixtral fp8 block", "qwen3_moe gptq order"])
+def test_other_experts_are_dequantised(case: str, tmp_path: Path) -> None:
+    checkpoint = save_experts(tmp_path, case)
+    model = load(tmp_path)
+    assert not [module for module in model.modules() if isinstance(module, PackedExperts)]
     assert_logits_equal(model, checkpoint.model)
     weights = planned(tmp_path)
     assert weights.count == pytest.approx(loaded_bytes(model), rel=0.002)

@@ -323,16 +323,16 @@ def save_quantised(
 
 
 def save_experts(path: Path, case: str) -> Checkpoint:
-    """Write a small model of experts: "qwen3_moe fp8" has all matrices in fp8, "gpt_oss mxfp4" the experts in mxfp4."""
+    """Write a small model of experts: "olmoe awq" has all matrices in the format awq, "gpt_oss mxfp4" only experts."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    arch = case.split()[0]
+    arch, _, name = case.partition(" ")
+    settings, write = FORMATS.get(name, FORMATS["awq"])
     model = build_model(arch)
     model.save_pretrained(path)
     torch.manual_seed(1)
     plain, tensors, dense = load_file(path / "model.safetensors"), {}, {}
-    settings, write = FORMATS["fp8 block"]
     for name, weight in plain.items():
         if arch == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
             experts, columns, rows = weight.shape
@@ -341,13 +341,13 @@ def save_experts(path: Path, case: str) -> Checkpoint:
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
             dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-        elif arch != "gpt_oss" and name.endswith("proj.weight"):
+        elif arch != "gpt_oss" and name.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             parts, dense[name] = write(weight)
             tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     save_file({**plain, **dense}, path / "model.safetensors", {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     stored = {name: tensor for name, tensor in plain.items() if name not in dense} | tensors
-    save_file(stored, path / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}), encoding="utf-8")
     build_tokenizer().save_pretrained(path)
