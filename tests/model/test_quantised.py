@@ -35,7 +35,7 @@ from llmsched.kernels.packed_matrix import PackedMatrix
 
 PROMPT = list(range(4, 44))
 #: Formats with products of different kinds: tables, orders, offsets, fp8.
-VERIFIED = ("fp8 block", "awq", "gptq order", "w8a8", "nf4 nested")
+VERIFIED = ("fp8 block", "awq", "gptq order", "w8a8", "nf4 nested", "qwen3_moe fp8 block")
 #: Formats whose reference multiplies the factors of a scale in another order.
 ROUNDED = {"bnb int8": 1e-6, "nf4 nested": 1e-6}
 
@@ -94,12 +94,11 @@ def test_values_logits_and_bytes_of_each_format(case: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", [*VERIFIED, "gpt_oss mxfp4"])
 def test_outputs_stay_equal_under_every_schedule(case: str, tmp_path: Path) -> None:
-    save = save_experts if case.startswith("gpt_oss") else save_quantised
+    save = save_experts if case.startswith(("gpt_oss", "qwen3_moe")) else save_quantised
     checkpoint = save(tmp_path, case)
     loaded = load_for_parity(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32"))
     assert loaded.dequantised is not None
-    for name, dense in checkpoint.dense.items():
-        torch.testing.assert_close(loaded.dequantised.state_dict()[name], dense, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loaded.dequantised.state_dict(), checkpoint.model.state_dict(), rtol=1e-6, atol=0)
     report = check_parity(replace(loaded, dequantised=checkpoint.model), num_prompts=2, num_tokens=8)
     assert tuple(check.name for check in report.checks) == PARITY_CHECKS
     assert report.model_impl == "fused"
