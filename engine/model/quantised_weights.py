@@ -50,52 +50,51 @@ def dequantised_state_dict(
     """Return the tensors of a checkpoint whose quantization_config is `settings`, with dequantised matrices.
 
     If `packed_matrices` is given, each read of a matrix that can stay quantised adds the packed matrix to this mapping.
-    The read then returns a placeholder of the type `dtype`, which has the right shape but takes no memory. Matrices of
-    experts are then joined, if models of `model_type` hold them so. Raises
-    ModelError, in which `where` names the checkpoint, if a tensor is missing or has a wrong shape or type.
+    The read then returns a placeholder of the type `dtype`, which has the right shape but takes no memory. The matrices
+    of single experts are then joined, if models of `model_type` hold them so. Raises ModelError, in which `where` names
+    the checkpoint, if a tensor is missing or has a wrong shape or type.
     """
     stored = {name: Stored(tensor.dtype, tensor.shape, partial(_bytes, tensor)) for name, tensor in state.items()}
     matrices, parts = read_matrices(stored, settings, where)
 
+    def get_of(matrix: QuantisedMatrix) -> Get:
+        return lambda part: state[matrix.prefix + part].read()
+
     def read(matrix: QuantisedMatrix) -> PackedMatrix:
-        def get(part: str) -> Tensor:
-            return state[matrix.prefix + part].read()
+        of_experts = matrix.layout == "experts"
+        return packed_experts(get_of(matrix)) if of_experts else packed(matrix, get_of(matrix), settings, where)
 
-        return packed_experts(get) if matrix.layout == "experts" else packed(matrix, get, settings, where)
-
-    def join(name: str, members: Sequence[QuantisedMatrix]) -> LazyTensor:
+    def kept(name: str, shape: tuple[int, ...], members: Sequence[QuantisedMatrix]) -> LazyTensor:
         def pack() -> Tensor:
             assert packed_matrices is not None
-            packed_matrices[name] = found = joined_rows([read(matrix) for matrix in members])
-            return torch.zeros((), dtype=dtype).expand(count, len(found.codes) // count, found.shape[1])
+            packed_matrices[name] = joined_rows([read(matrix) for matrix in members])
+            return torch.zeros((), dtype=dtype).expand(shape)
 
-        count = len({matrix.prefix.split(".experts.")[1].split(".")[0] for matrix in members})
         return LazyTensor(pack)
 
-    def lazy(matrix: QuantisedMatrix) -> LazyTensor:
-        def get(part: str) -> Tensor:
-            return state[matrix.prefix + part].read()
-
-        def pack() -> Tensor:
-            assert packed_matrices is not None
-            packed_matrices[matrix.weight] = read(matrix)
-            return torch.zeros((), dtype=dtype).expand(matrix.shape)
-
+    def single(matrix: QuantisedMatrix) -> LazyTensor:
         if packed_matrices is not None and matrix.is_kept:
-            return LazyTensor(pack)
+            return kept(matrix.weight, matrix.shape, [matrix])
         if matrix.layout == "experts":
-            return LazyTensor(lambda: _experts(matrix, get, dtype))
-        return LazyTensor(lambda: packed(matrix, get, settings, where).unpacked().to(dtype))
+            return LazyTensor(lambda: _experts(matrix, get_of(matrix), dtype))
+        return LazyTensor(lambda: read(matrix).unpacked().to(dtype))
+
+    def joined(name: str, members: Sequence[QuantisedMatrix]) -> LazyTensor:
+        count = len({matrix.prefix.rpartition(".experts.")[2].split(".")[0] for matrix in members})
+        rows = sum(matrix.shape[0] for matrix in members) // count
+        return kept(name, (count, rows, members[0].shape[1]), members)
 
     experts = {} if packed_matrices is None else joined_experts(matrices, model_type)
     in_joined = {matrix.weight for members in experts.values() for matrix in members}
     plain = {name: tensor for name, tensor in state.items() if name not in parts}
-    single = {name: lazy(matrix) for name, matrix in matrices.items() if name not in in_joined}
-    return plain | single | {name: join(name, members) for name, members in experts.items()}
+    others = {name: single(matrix) for name, matrix in matrices.items() if name not in in_joined}
+    return plain | others | {name: joined(name, members) for name, members in experts.items()}
 
 
 def joined_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
     """Concatenate the rows of matrices of one kind."""
+    if len(matrices) == 1:
+        return matrices[0]
     offsets = [matrix.offsets for matrix in matrices if matrix.offsets is not None]
     codes, scales = (torch.cat(parts) for parts in zip(*(matrix[:2] for matrix in matrices), strict=True))
     return matrices[0]._replace(codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
