@@ -25,7 +25,8 @@ from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
 
-WORK = SyntheticLoad(num_prompts=6, input_len=40, output_len=60, max_concurrency=3)
+#: Load that lasts several times as long as the server keeps its figures of KV memory before it updates them.
+WORK = SyntheticLoad(num_prompts=30, input_len=40, output_len=60, max_concurrency=3)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_server_and_engine_report_the_same_memory(server: LiveServer, engine: En
             return await loaded(EngineTarget(service))
 
     runs = [asyncio.run(over_http()), asyncio.run(in_process())]
-    assert [run.requests.completed for run in runs] == [6, 6]
+    assert [run.requests.completed for run in runs] == [30, 30]
     assert runs[0].run.memory == runs[1].run.memory == engine.plan.parts
     names = [[series.name for series in memory_over_time(run.samples, run.run.memory).series] for run in runs]
     assert names[0] == names[1]
@@ -74,7 +75,7 @@ def test_server_and_engine_report_the_same_memory(server: LiveServer, engine: En
         assert report["peak_kv_bytes"] == round(report["peak_kv_share"] * engine.plan.parts.kv)
         assert 0 <= report["kv_waste"] < 1
     assert reports[0]["memory"]["steps"] is None
-    assert reports[1]["memory"]["steps"] >= 120, "two rounds of three requests at a time, a step a token"
+    assert reports[1]["memory"]["steps"] >= 600, "ten rounds of three requests at a time, a step a token"
     assert reports[1]["peak_kv_share"] == 21 / 48, "no step in process is missed"
 
 
@@ -96,4 +97,5 @@ def test_reported_kv_memory_is_consistent(server: LiveServer) -> None:
     samples = asyncio.run(main()).samples
     assert samples
     for sample in samples:
-        assert 0 <= sample.kv_empty <= sample.kv_held <= 1 - sample.kv_cached
+        assert 0 <= sample.kv_empty <= sample.kv_held
+        assert sample.kv_held + sample.kv_cached <= 1 + 1e-9
