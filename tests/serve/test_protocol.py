@@ -32,7 +32,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 
 @pytest.mark.parametrize("field", NUMBERS)
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", '"1.0"', "true", "{}"])
-def test_numbers_are_finite_numbers(field: str, value: str) -> None:  # C08
+def test_numbers_are_finite_numbers(field: str, value: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(CompletionRequest, f'{{"prompt": "a", "{field}": {value}}}'.encode())
     assert caught.value.param == field
@@ -40,7 +40,7 @@ def test_numbers_are_finite_numbers(field: str, value: str) -> None:  # C08
 
 
 @pytest.mark.parametrize("field", [*NUMBERS, "max_tokens", "n", "seed", "stop", "logit_bias", "logprobs", "stream"])
-def test_null_is_the_default(field: str) -> None:  # C08
+def test_null_is_the_default(field: str) -> None:
     assert completion(**{field: None}).sampling_fields() == {}
 
 
@@ -85,7 +85,7 @@ def test_null_is_the_default(field: str) -> None:  # C08
         ("truncate_prompt_tokens", -2),
     ],
 )
-def test_completions_refuse_by_name(field: str, value: Any) -> None:  # C07, B19
+def test_completions_refuse_by_name(field: str, value: Any) -> None:
     error = refusal(completion, **{field: value})
     assert error.param == field
     assert field in str(error)
@@ -117,7 +117,7 @@ def test_one_stop_string_or_several(stop: Any) -> None:
     assert completion(stop=stop).sampling_fields() == {"stop": ("x",)}
 
 
-def test_an_explicit_zero_is_given() -> None:  # G05
+def test_an_explicit_zero_is_given() -> None:
     assert completion(temperature=0, top_p=0).sampling_fields() == {"temperature": 0.0, "top_p": 0.0}
 
 
@@ -262,13 +262,13 @@ NOTES = {
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
-def test_the_clients_notes_in_messages_are_ignored(role: str) -> None:  # N01
+def test_the_clients_notes_in_messages_are_ignored(role: str) -> None:
     message = {"role": role, "content": "x"}
     kept = chat(messages=[{**message, **NOTES}, {**message, "reasoning_content": "hm"}]).messages
     assert [each.model_dump(exclude_none=True) for each in kept] == [message, {**message, "reasoning_content": "hm"}]
 
 
-def test_messages_without_content() -> None:  # N03, N04
+def test_messages_without_content() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "assistant", "content": None},
@@ -315,7 +315,7 @@ PAYLOADS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("client", PAYLOADS)
-def test_what_clients_send(client: str) -> None:  # N02
+def test_what_clients_send(client: str) -> None:
     call, fields = PAYLOADS[client]
     limits = {fields.get("max_tokens"), fields.get("max_completion_tokens")} - {None}
     assert call(**fields).most_tokens == limits.pop()
@@ -326,7 +326,7 @@ def test_different_limits_are_refused(call: Any) -> None:
     assert refusal(call, max_tokens=3, max_completion_tokens=4).param == "max_completion_tokens"
 
 
-def test_the_end_of_the_prompt_is_chosen_by_fields() -> None:  # N17
+def test_the_end_of_the_prompt_is_chosen_by_fields() -> None:
     request = chat(continue_final_message=True, add_generation_prompt=False, chat_template_kwargs={"a": 1})
     assert request.template_kwargs() == {"continue_final_message": True, "add_generation_prompt": False, "a": 1}
     twice = chat(add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True})

@@ -35,7 +35,6 @@ def rendered(tokenizer: Tokenizer, *messages: dict[str, Any], **options: Any) ->
 
 
 def test_the_template_writes_bos_and_nothing_adds_another() -> None:
-    """Fault G01."""
     tokenizer = tokenizer_with(WITH_BOS)
     ids = render_chat(tokenizer, [USER])
     assert ids[:2] == [0, 1]
@@ -57,7 +56,7 @@ def test_options_reach_the_template() -> None:
     "name",
     [
         *("chat_template", "tokenize", "truncation", "return_dict", "sanitize_control_tokens"),
-        *("tokenizer", "messages", "conversation", "conversations", "self"),  # S08
+        *("tokenizer", "messages", "conversation", "conversations", "self"),
     ],
 )
 def test_a_request_cannot_bring_its_own_template_or_cut_the_prompt(name: str) -> None:
@@ -84,7 +83,6 @@ def test_other_parts_are_refused(part: Any) -> None:
 
 
 def test_without_a_template_there_is_a_hint() -> None:
-    """Fault C12."""
     with pytest.raises(RequestError, match=r"no chat template.*/v1/completions") as caught:
         render_chat(tokenizer_with(None), [USER])
     assert caught.value.param == "messages"
@@ -156,7 +154,7 @@ def with_role_tokens(normalized: bool) -> Tokenizer:
     ],
 )
 def test_special_tokens_in_messages_are_text(message: dict[str, Any]) -> None:
-    """Fault N18: the ids are those of the template's tokens, and between them those of the text alone."""
+    """The ids are those of the template's tokens, and between them those of the text alone."""
     tokenizer = tokenizer_with(WITH_BOS)
     content = message["content"] if isinstance(message["content"], str) else INJECTED
     plain = build_tokenizer().backend_tokenizer
@@ -231,7 +229,6 @@ ALL_ROLES = ["system", "developer", "user", "assistant"]
     ],
 )
 def test_instructions_reach_the_model(template: str, roles: list[str], messages: Any, turns: list[str]) -> None:
-    """Fault N05."""
     tokenizer = tokenizer_with("{% set roles = " + repr(roles) + " %}" + template)
     assert rendered(tokenizer, *messages) == "".join(f"<|im_start|>{turn}<|im_end|>" for turn in turns)
 
@@ -264,7 +261,7 @@ TOOL = {"role": "tool", "content": "21 degrees", "tool_call_id": "1"}
 
 
 def test_tool_messages_are_rendered() -> None:
-    """Fault N04. The arguments are an object, as templates expect them."""
+    """The arguments are an object, as templates expect them."""
     roles = "{% set roles = ['user', 'assistant', 'tool'] %}"
     text = rendered(tokenizer_with(roles + DROPS), USER, CALL, TOOL)
     assert '{"name": "weather", "arguments": {"city": "Rome"}}' in text
@@ -357,12 +354,10 @@ def test_a_tool_call_without_a_function_is_refused(call: Any) -> None:
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
 def test_an_assistant_turn_may_be_empty(content: dict[str, Any]) -> None:
-    """Fault N03."""
     assert "<|im_start|>assistant\n<|im_end|>" in rendered(tokenizer_with(WITH_BOS), {"role": "assistant", **content})
 
 
 def test_the_final_message_can_be_continued() -> None:
-    """Fault N17."""
     last = {"role": "assistant", "content": "The capital <|pad|> is"}
     text = rendered(tokenizer_with(WITH_BOS), USER, last, continue_final_message=True)
     assert text.endswith("<|im_start|>assistant\nThe capital <|pad|> is")
