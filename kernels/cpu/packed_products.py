@@ -110,8 +110,7 @@ def bodies(
 ) -> tuple[Any, Any]:
     """Return the code for few and for many rows. Both are compiled at once: none after a warm-up.
 
-    `halves` says that the halves of a block have scales of their own. Otherwise a block has one scale, and the compiled
-    code repeats the scale of a larger group.
+    `halves` says that the halves of a block have scales of their own. Otherwise a block has one scale.
     """
     coding = {torch.uint8: TABLE_4 if has_table else INTEGER_4, torch.int8: INTEGER_8}.get(codes, FLOAT_8)
     layout = coding, int(offsets is not None), 2 if halves else 1, ELEMENTS[scales], ELEMENTS[offsets or scales]
@@ -131,10 +130,9 @@ def product_body(coding: int, shifted: int, groups_in_block: int, scale: np.dtyp
         offsets = numba.carray(as_pointer(a.offsets), (a.end * a.groups,), offset)
         table = numba.carray(as_pointer(a.table), (16,), np.float32)
         output = numba.carray(as_pointer(a.output), (a.num_rows, a.width), np.float32)
-        width = a.size // BLOCK * groups_in_block
-        repeat = width // a.groups
-        wide_scales = np.empty((CHUNK, width), np.float32)
-        wide_offsets = np.empty((CHUNK, width), np.float32)
+        shift, repeat = blocks_of_group(a.size // BLOCK * groups_in_block // a.groups)
+        wide_scales = np.empty((CHUNK, a.groups * repeat), np.float32)
+        wide_offsets = np.empty((CHUNK, a.groups * repeat), np.float32)
         sums = np.empty(CHUNK, np.float32)
         chunk, stop = own_part((a.end + CHUNK - 1) // CHUNK, thread_num(), a.num_threads)
         while chunk < stop:
@@ -152,22 +150,22 @@ def product_body(coding: int, shifted: int, groups_in_block: int, scale: np.dtyp
                     row = first + start
                     if count == 1:
                         multiply_tile(
-                            codes, row, wide_scales, wide_offsets, start, table, rows, number, sums,
+                            codes, row, wide_scales, wide_offsets, start, shift, table, rows, number, sums,
                             1, 4, coding, shifted, groups_in_block,
                         )  # fmt: skip
                     elif count == 2:
                         multiply_tile(
-                            codes, row, wide_scales, wide_offsets, start, table, rows, number, sums,
+                            codes, row, wide_scales, wide_offsets, start, shift, table, rows, number, sums,
                             2, 4, coding, shifted, groups_in_block,
                         )  # fmt: skip
                     elif count == 4:
                         multiply_tile(
-                            codes, row, wide_scales, wide_offsets, start, table, rows, number, sums,
+                            codes, row, wide_scales, wide_offsets, start, shift, table, rows, number, sums,
                             4, 4, coding, shifted, groups_in_block,
                         )  # fmt: skip
                     else:
                         multiply_tile(
-                            codes, row, wide_scales, wide_offsets, start, table, rows, number, sums,
+                            codes, row, wide_scales, wide_offsets, start, shift, table, rows, number, sums,
                             8, 2, coding, shifted, groups_in_block,
                         )  # fmt: skip
                     for column in range(columns):
@@ -198,10 +196,9 @@ def unpacking_body(
         offsets = numba.carray(as_pointer(a.offsets), (a.end * a.groups,), offset)
         table = numba.carray(as_pointer(a.table), (16,), np.float32)
         output = numba.carray(as_pointer(a.output), (a.end - a.first, a.size), written)
-        width = a.size // BLOCK * groups_in_block
-        repeat = width // a.groups
-        wide_scales = np.empty((1, width), np.float32)
-        wide_offsets = np.empty((1, width), np.float32)
+        shift, repeat = blocks_of_group(a.size // BLOCK * groups_in_block // a.groups)
+        wide_scales = np.empty((1, a.groups * repeat), np.float32)
+        wide_offsets = np.empty((1, a.groups * repeat), np.float32)
         unpacked = np.empty((1, a.size), np.float32)
         number, stop = own_part(a.end - a.first, thread_num(), a.num_threads)
         while number < stop:
@@ -209,11 +206,23 @@ def unpacking_body(
             spread(scales[row * a.groups :], repeat, wide_scales[0])
             if shifted:
                 spread(offsets[row * a.groups :], repeat, wide_offsets[0])
-            unpack_row(codes, row, wide_scales, wide_offsets, table, unpacked, coding, shifted, groups_in_block)
+            unpack_row(codes, row, wide_scales, wide_offsets, shift, table, unpacked, coding, shifted, groups_in_block)
             copy(unpacked[0], output[number])
             number += 1
 
     return body
+
+
+@jit()
+def blocks_of_group(count: int) -> tuple[int, int]:
+    """Return (shift, repeat), where count = 2^shift x repeat and `repeat` is odd.
+
+    The scale of block b is number b >> shift in a list that has each scale `repeat` times.
+    """
+    shift = 0
+    while count % 2 == 0:
+        shift, count = shift + 1, count // 2
+    return shift, count
 
 
 @jit()

@@ -41,6 +41,7 @@ def multiply_tile(
     scales: Any,
     offsets: Any,
     start: Any,
+    shift: Any,
     table: Any,
     rows: Any,
     number: Any,
@@ -55,24 +56,25 @@ def multiply_tile(
 
     `sums` gets the products with row `first` of the matrix, then those with the next row, and so on. Rows `start`,
     `start` + 1, ... of `scales` and `offsets` (float32) are those of the matrix's rows `first`, `first` + 1, ...
+    2^`shift` blocks share a scale.
     """
     # If fewer rows are left than `count`, the last row is multiplied again in place of the missing rows.
     how_many, how_many_columns = count.literal_value, num_columns.literal_value
     layout = Layout(coding.literal_value, bool(shifted.literal_value), groups_in_block.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        codes, first, scales, offsets, start, table, rows, number, sums, *_ = args
+        codes, first, scales, offsets, start, shift, table, rows, number, sums, *_ = args
         kinds = signature.args
-        size = columns(context, builder, kinds[6], rows)
+        size = columns(context, builder, kinds[7], rows)
         index = size.type
-        num_rows = builder.sdiv(context.make_array(kinds[6])(context, builder, rows).nitems, size)
+        num_rows = builder.sdiv(context.make_array(kinds[7])(context, builder, rows).nitems, size)
         last = builder.sub(num_rows, index(1))
         inputs = []
         for each in range(how_many):
             row = builder.add(number, index(each))
             row = builder.select(builder.icmp_signed("<", row, last), row, last)
-            inputs.append(address(context, builder, kinds[6], rows, row))
-        numbers = layout.load_table(builder, context.make_array(kinds[5])(context, builder, table).data)
+            inputs.append(address(context, builder, kinds[7], rows, row))
+        numbers = layout.load_table(builder, context.make_array(kinds[6])(context, builder, table).data)
         packed = []
         for each in range(how_many_columns):
             row, place = builder.add(first, index(each)), builder.add(start, index(each))
@@ -86,15 +88,15 @@ def multiply_tile(
             halves = [builder.add(builder.mul(loop.index, index(BLOCK)), index(half)) for half in (0, LANES)]
             xs = [[load(builder, row, place) for place in halves] for row in inputs]
             for column, pointers in enumerate(packed):
-                for half, weights in enumerate(layout.weights(builder, loop.index, *pointers, numbers)):
+                for half, weights in enumerate(layout.weights(builder, loop.index, shift, *pointers, numbers)):
                     for x, total in zip(xs, totals[column * how_many :], strict=False):
                         builder.store(multiply_add(builder, weights, x[half], builder.load(total)), total)
         found = sum_each(builder, [builder.load(total) for total in totals])
-        target = context.make_array(kinds[8])(context, builder, sums).data
+        target = context.make_array(kinds[9])(context, builder, sums).data
         builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    numbers = (codes, types.intp, scales, offsets, types.intp, table, rows, types.intp, sums)
+    numbers = (codes, types.intp, scales, offsets, types.intp, types.intp, table, rows, types.intp, sums)
     return types.void(*numbers, count, num_columns, coding, shifted, groups_in_block), codegen
 
 
@@ -105,6 +107,7 @@ def unpack_row(
     row: Any,
     scales: Any,
     offsets: Any,
+    shift: Any,
     table: Any,
     target: Any,
     coding: Any,
@@ -113,29 +116,31 @@ def unpack_row(
 ) -> Any:
     """Dequantise row `row` of the packed matrix `codes` to `target` [1, N], float32.
 
-    `scales` and `offsets` are those of this row, float32 [1, groups].
+    `scales` and `offsets` are those of this row, float32 [1, groups]. 2^`shift` blocks share a scale.
     """
     layout = Layout(coding.literal_value, bool(shifted.literal_value), groups_in_block.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        codes, row, scales, offsets, table, target, *_ = args
+        codes, row, scales, offsets, shift, table, target, *_ = args
         kinds = signature.args
-        size = columns(context, builder, kinds[5], target)
+        size = columns(context, builder, kinds[6], target)
         index = size.type
         scale, offset, entries, written = (
             context.make_array(kind)(context, builder, array).data
-            for kind, array in zip(kinds[2:6], (scales, offsets, table, target), strict=True)
+            for kind, array in zip((*kinds[2:4], *kinds[5:7]), (scales, offsets, table, target), strict=True)
         )
         numbers = layout.load_table(builder, entries)
         code = address(context, builder, kinds[0], codes, row)
         with cgutils.for_range(builder, builder.sdiv(size, index(BLOCK))) as loop:
-            for half, weights in enumerate(layout.weights(builder, loop.index, code, scale, offset, numbers)):
+            for half, weights in enumerate(layout.weights(builder, loop.index, shift, code, scale, offset, numbers)):
                 place = builder.add(builder.mul(loop.index, index(BLOCK)), index(half * LANES))
                 pointer = builder.bitcast(builder.gep(written, [place]), VECTOR.as_pointer())
                 builder.store(weights, pointer, align=4)
         return context.get_dummy_value()
 
-    return types.void(codes, types.intp, scales, offsets, table, target, coding, shifted, groups_in_block), codegen
+    return types.void(
+        codes, types.intp, scales, offsets, types.intp, table, target, coding, shifted, groups_in_block
+    ), codegen
 
 
 class Layout(NamedTuple):
@@ -145,10 +150,13 @@ class Layout(NamedTuple):
     shifted: bool
     groups_in_block: int
 
-    def weights(self, builder: Any, block: Any, codes: Any, scales: Any, offsets: Any, table: Any) -> Iterator[Any]:
+    def weights(
+        self, builder: Any, block: Any, shift: Any, codes: Any, scales: Any, offsets: Any, table: Any
+    ) -> Iterator[Any]:
         """Yield the weights in block number `block` of a matrix row, as two vectors.
 
-        `codes`, `scales` and `offsets` point to the data of this row. `table` comes from `load_table`.
+        `codes`, `scales` and `offsets` point to the data of this row. 2^shift blocks share a scale. `table` comes from
+        `load_table`.
         """
         index, pairs = block.type, None
 
@@ -165,7 +173,7 @@ class Layout(NamedTuple):
                 numbers = builder.and_(pairs, constant(15))
             else:
                 numbers = builder.lshr(pairs, constant(4))
-            group = builder.mul(block, index(self.groups_in_block))
+            group = builder.mul(builder.lshr(block, shift), index(self.groups_in_block))
             group = builder.add(group, index(half * (self.groups_in_block - 1)))
             scale, weights = broadcast(builder, builder.gep(scales, [group])), self._decoded(builder, numbers, table)
             if self.shifted:
