@@ -173,8 +173,8 @@ def test_the_demo_loses_little_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(quantization_loss, "NUM_TOKENS", 8)
     loaded = load_for_parity(EngineConfig(model="demo", device="cpu", dtype="float32", quantization="int8"))
     assert loaded.loss is not None
-    assert 0 < loaded.loss.mean_kl < 2e-3
-    assert loaded.loss.same_token > 0.97
+    assert 0 < loaded.loss.mean_kl < 4e-3
+    assert loaded.loss.same_token > 0.95
     assert loaded.loss.num_positions > 100
 
 
