@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from alike import ENGINES, facts, requests
-from engines import EOS, generate_all, make_engine, tokenizer
+from engines import EOS, Choice, generate_all, make_engine, tokenizer
 from quantised_files import save_quantised
 from safetensors.torch import load_file, save_file
-from tiny_models import ARCHITECTURES, MAX_POSITION, VOCAB_SIZE, build_model
+from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model
 
 from llmsched.engine.architecture.dtypes import check_kv_dtype, kv_refusal, planned_kv_dtype
 from llmsched.engine.build import build_engine
@@ -39,7 +40,8 @@ def parity(model: Any, kv_cache_dtype: str = "fp8", dtype: torch.dtype = torch.f
     return check_parity(subject, num_prompts=3, num_tokens=8)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+#: With windows, soft-capping, sinks, norms of keys, keys without rotary embedding, and attention of their own.
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gemma3", "gpt_oss", "gpt2", "bloom", "falcon_new", "stablelm"])
 def test_logits_are_those_of_transformers_with_rounded_kv(arch: str) -> None:
     report = parity(build_model(arch, seed=3))
     assert report.ok, report.checks
@@ -74,13 +76,19 @@ def test_a_forgotten_scale_is_found(row: int, monkeypatch: pytest.MonkeyPatch) -
     assert not any(check.ok for check in parity(build_model("llama", seed=3)).checks)
 
 
+@cache
+def expected_outputs(arch: str, kv_dtype: torch.dtype) -> list[list[Choice]]:
+    return generate_all(make_engine(arch, kv_dtype=kv_dtype, enable_prefix_caching=False), *requests())
+
+
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kv_dtype", FP8_TYPES, ids=str)
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [*((name, FP8_TYPES[0]) for name in ENGINES), ("swap", FP8_TYPES[1])], ids=str
+)
 def test_tokens_do_not_depend_on_scheduling(name: str, kv_dtype: torch.dtype, graphs: bool) -> None:
     """Chunks, prefix hits, recomputation, swap, windows, looking ahead and graphs."""
     arch, settings = ENGINES[name]
-    expected = generate_all(make_engine(arch, kv_dtype=kv_dtype, enable_prefix_caching=False), *requests())
+    expected = expected_outputs(arch, kv_dtype)
     engine = make_engine(arch, kv_dtype=kv_dtype, looks_ahead=graphs, graphs=graphs, **settings)
     found = generate_all(engine, *requests())
     assert [[facts(choice) for choice in choices] for choices in found] == [
@@ -141,8 +149,8 @@ def test_measured_scales_hold_each_heads_largest_numbers() -> None:
     )
     plain.execute(plain.rehearsal([(0, 100)]))
     for layer, each in enumerate(found):
-        for row, cache in enumerate(plain._cache.of_layer(layer)[:2]):
-            largest = cache.abs().amax((0, 2, 3))
+        for row, tensor in enumerate(plain._cache.of_layer(layer)[:2]):
+            largest = tensor.abs().amax((0, 2, 3))
             assert (largest < 448 / 2 * each[row]).all()
             assert (largest > 448 / 64 * each[row]).all()
 

@@ -250,7 +250,7 @@ def main() -> None:
             differences[f"{case}, float32, split"] = split
     for fp8 in FP8_TYPES:
         differences[f"written {fp8}"] = fp8_writes(fp8)
-        for case in SHAPES:
+        for case in SHAPES if fp8 == FP8_TYPES[0] else SHAPES[:1]:
             differences[f"{case}, {fp8}"] = attention_difference(case, torch.float32, fp8=fp8)
         split = attention_difference(SHAPES[0], torch.float32, num_processors=9, min_split=16, fp8=fp8)
         differences[f"split, {fp8}"] = split
