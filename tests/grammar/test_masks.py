@@ -17,7 +17,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from llmsched.engine.errors import RequestError
-from llmsched.engine.executor.penalties import unpacked, unpacked_bits
+from llmsched.engine.executor.penalties import ceilings
 from llmsched.engine.grammar.compiler import Grammar, GrammarCompiler, Matcher, Vocabulary, token_masks
 from llmsched.engine.grammar.spec import JSON_OBJECT, GrammarSpec, Tag, tagged_output
 from llmsched.engine.text.tokenizer import Tokenizer
@@ -37,8 +37,8 @@ def compiled(spec: GrammarSpec) -> Grammar:
 
 
 def allowed(matcher: Matcher) -> set[int]:
-    bits = unpacked(token_masks([matcher], [False]), VOCAB_SIZE, torch.device("cpu"))
-    return set(bits[0].nonzero()[:, 0].tolist())
+    bits = ceilings(token_masks([matcher], [False]), VOCAB_SIZE, torch.device("cpu"))
+    return set((bits[0] > 0).nonzero()[:, 0].tolist())
 
 
 def language(texts: Iterable[str]) -> Rule:
@@ -189,13 +189,13 @@ def test_masks_of_a_batch_are_the_masks_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize("width", [VOCAB_SIZE, VOCAB_SIZE - 3, VOCAB_SIZE + 64])
-def test_both_ways_to_unpack_a_mask_agree(width: int) -> None:
+def test_ceilings_are_the_bits_of_a_mask(width: int) -> None:
     masks = np.random.default_rng(0).integers(0, 256, (3, VOCAB_SIZE // 8), dtype=np.uint8)
-    expected = np.zeros((3, width), dtype=bool)
+    expected = np.full((3, width), -np.inf)
     for row, token in np.ndindex(3, min(width, VOCAB_SIZE)):
-        expected[row, token] = masks[row, token // 8] >> (token % 8) & 1
-    assert unpacked(masks, width, torch.device("cpu")).numpy().tolist() == expected.tolist()
-    assert unpacked_bits(torch.from_numpy(masks), width).numpy().tolist() == expected.tolist()
+        if masks[row, token // 8] >> (token % 8) & 1:
+            expected[row, token] = np.inf
+    assert ceilings(masks, width, torch.device("cpu")).tolist() == expected.tolist()
 
 
 def test_of_tokens_with_equal_bytes_one_is_allowed() -> None:
@@ -224,11 +224,11 @@ def test_of_tokens_with_equal_bytes_one_is_allowed() -> None:
     for eos in (frozenset({4}), frozenset[int]()):
         compiler = GrammarCompiler(Vocabulary(Twice(), 7, eos), lambda seconds: None)  # type: ignore[arg-type]
         matcher = compiler.compile(GrammarSpec("regex", "a+b?"), "test").matcher()
-        bits = unpacked(token_masks([matcher], [False]), 7, torch.device("cpu"))
-        assert bits[0].nonzero()[:, 0].tolist() == [1]
+        bits = ceilings(token_masks([matcher], [False]), 7, torch.device("cpu"))
+        assert (bits[0] > 0).nonzero()[:, 0].tolist() == [1]
         matcher.accept(1)
-        bits = unpacked(token_masks([matcher], [False]), 7, torch.device("cpu"))
-        assert bits[0].nonzero()[:, 0].tolist() == [1, 2, *sorted(eos)]
+        bits = ceilings(token_masks([matcher], [False]), 7, torch.device("cpu"))
+        assert (bits[0] > 0).nonzero()[:, 0].tolist() == [1, 2, *sorted(eos)]
         matcher.accept(2)
         assert matcher.finished
 
@@ -310,9 +310,9 @@ def test_other_kinds_of_tokenizers(name: str) -> None:
     ids = []
     rest = text.encode()
     while rest:
-        bits = unpacked(token_masks([matcher], [False]), size, torch.device("cpu"))[0]
+        bits = ceilings(token_masks([matcher], [False]), size, torch.device("cpu"))[0]
         following = [
-            i for i in bits.nonzero()[:, 0].tolist() if rest.startswith(own.token_bytes(i)) and own.token_bytes(i)
+            i for i in (bits > 0).nonzero()[:, 0].tolist() if rest.startswith(own.token_bytes(i)) and own.token_bytes(i)
         ]
         ids.append(max(following, key=lambda i: len(own.token_bytes(i))))
         assert matcher.accept(ids[-1]) is None
