@@ -13,6 +13,7 @@ from llmsched.cli.serve.prompt_preparation import PreparedPrompt
 from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from llmsched.engine.request import FinishReason, RequestOutput, TokenLogprob
 from llmsched.engine.text.detokenizer import Detokenizer
+from llmsched.engine.text.parsers.parts import Kind, Part
 
 if TYPE_CHECKING:
     from llmsched.engine.text.tokenizer import Tokenizer
@@ -22,6 +23,10 @@ Logprobs = dict[str, list[Any]]
 
 def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # JSON has no minus infinity; OpenAI writes this number for it
+
+
+def _joined(parts: Iterable[Part | CallDelta], kind: Kind) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Part) and part.kind is kind)
 
 
 class TokenWriter:
@@ -77,6 +82,8 @@ class ChoiceDelta:
     prompt_token_ids: list[int] | None = None
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+    #: The text, the reasoning and the calls in their order, of a chat.
+    parts: list[Part | CallDelta] = field(default_factory=list)
 
     def add(self, later: ChoiceDelta) -> None:
         self.text += later.text
@@ -265,10 +272,15 @@ class ChatFormat(ChoiceFormat):
             self.outputs[delta.index] = None if parser is None else ParsedOutput(parser, most_calls, end)
         if (parsed := self.outputs[delta.index]) is not None:
             is_last = delta.finish_reason is not None
-            delta.reasoning, delta.text, delta.calls = parsed.divide(delta.text, is_last)
+            delta.parts = parsed.divide(delta.text, is_last)
+            delta.reasoning = _joined(delta.parts, Kind.REASONING)
+            delta.text = _joined(delta.parts, Kind.CONTENT)
+            delta.calls = [part for part in delta.parts if isinstance(part, CallDelta)]
             parsed.count(delta.token_ids)
             if parsed.num_calls and delta.finish_reason == FinishReason.STOP:
                 delta.finish_reason = "tool_calls"
+        elif delta.text:
+            delta.parts = [Part(Kind.CONTENT, delta.text)]
         if self.has_logprobs:
             rows = zip(output.logprobs or [], output.pieces, strict=True)
             delta.logprobs = {"content": [self._row(entry, piece) for entry, piece in rows]}

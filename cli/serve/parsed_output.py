@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmsched.engine.text.parsers.output_parser import OutputParser
-from llmsched.engine.text.parsers.parts import Kind
+from llmsched.engine.text.parsers.parts import Kind, Part
 
 
 @dataclass(slots=True)
@@ -58,25 +58,24 @@ class ParsedOutput:
         """True if whatever follows is content."""
         return self._parser.is_plain
 
-    def divide(self, text: str, is_last: bool) -> tuple[str, str, list[CallDelta]]:
-        """Return the reasoning, the content and the parts of calls that `text` adds."""
+    def divide(self, text: str, is_last: bool) -> list[Part | CallDelta]:
+        """Return the reasoning, the content and the parts of calls that `text` adds, in their order."""
         parts = self._parser.push(text)
         if is_last:
             parts += self._parser.finish()
-        texts = {Kind.REASONING: "", Kind.CONTENT: ""}
-        calls: list[CallDelta] = []
-        for kind, piece in parts:
-            if kind in texts:
-                texts[kind] += piece
+        found: list[Part | CallDelta] = []
+        for part in parts:
+            if part.kind in (Kind.REASONING, Kind.CONTENT):
+                found.append(part)
                 continue
-            if kind is Kind.CALL:
+            if part.kind is Kind.CALL:
                 self.num_calls += 1
             if self._most_calls is not None and self.num_calls > self._most_calls:
                 continue
-            if kind is Kind.CALL:
-                calls.append(CallDelta(self.num_calls - 1, id=f"call_{uuid.uuid4().hex[:24]}", name=piece))
-            elif calls:
-                calls[-1].arguments += piece
+            if part.kind is Kind.CALL:
+                found.append(CallDelta(self.num_calls - 1, id=f"call_{uuid.uuid4().hex[:24]}", name=part.text))
+            elif found and isinstance(call := found[-1], CallDelta):
+                call.arguments += part.text
             else:
-                calls.append(CallDelta(self.num_calls - 1, piece))
-        return texts[Kind.REASONING], texts[Kind.CONTENT], calls
+                found.append(CallDelta(self.num_calls - 1, part.text))
+        return found

@@ -13,6 +13,7 @@ from llmsched.cli.serve.completion_response import CompletionResponse
 from llmsched.cli.serve.responses_request import ResponsesRequest
 from llmsched.cli.serve.sse_response import json_line
 from llmsched.engine.service import AsyncEngine
+from llmsched.engine.text.parsers.parts import Kind, Part
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +32,18 @@ class OutputItems:
 
     def add(self, delta: ChoiceDelta) -> Iterator[Event]:
         """Add a delta, and yield the events that report it to the client."""
-        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
-            if text:
+        for part in delta.parts:
+            if isinstance(part, Part):
+                kind = "reasoning" if part.kind is Kind.REASONING else "message"
                 if not self.items or self.items[-1]["type"] != kind or self.items[-1]["status"] != "in_progress":
                     yield from self._begin(kind)
-                yield from self._add_text(text)
-        for call in delta.calls:
-            if call.id is not None:
-                yield from self._begin("function_call", call_id=call.id, name=call.name, arguments="")
-            if call.arguments:
-                self.items[-1]["arguments"] += call.arguments
-                yield self._event("response.function_call_arguments.delta", delta=call.arguments)
+                yield from self._add_text(part.text)
+                continue
+            if part.id is not None:
+                yield from self._begin("function_call", call_id=part.id, name=part.name, arguments="")
+            if part.arguments:
+                self.items[-1]["arguments"] += part.arguments
+                yield self._event("response.function_call_arguments.delta", delta=part.arguments)
         if delta.finish_reason is not None:
             yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
 
@@ -105,24 +107,19 @@ class ResponsesAnswer(CompletionResponse):
         super().__init__(engine, choice_format, model_name, priority, http_request_id)
 
     async def whole(self) -> dict[str, Any]:
-        delta: ChoiceDelta | None = None
+        items, reason = OutputItems(), None
         for stream in self._streams:
             stream.wakes_at_end = True
         try:
             async for outputs in self._outputs():
                 for prompt_index, output in outputs:
-                    later = self._delta(prompt_index, output)
-                    if delta is None:
-                        delta = later
-                    else:
-                        delta.add(later)
+                    delta = self._delta(prompt_index, output)
+                    reason = delta.finish_reason
+                    for _ in items.add(delta):
+                        pass
         finally:
             self.abort()
-        assert delta is not None
-        items = OutputItems()
-        for _ in items.add(delta):
-            pass
-        return self._body(items, delta.finish_reason)
+        return self._body(items, reason)
 
     async def events(self, write: Callable[[bytes], bool]) -> AsyncGenerator[bytes, None]:
         """Yield the answer as events of the Responses API. `write` is not used."""

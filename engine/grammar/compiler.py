@@ -19,7 +19,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-from llmsched.engine.errors import RequestError, one_line
+from llmsched.engine.errors import QueueFullError, RequestError, one_line
 from llmsched.engine.grammar.schema_check import check_schema
 from llmsched.engine.grammar.spec import JSON_OPTIONS, GrammarSpec, inline_json, literals
 from llmsched.engine.text.tokenizer import BYTE_TOKEN, check_unicode
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 MAX_BYTES = {"json_schema": 1 << 17, "choice": 1 << 17, "tags": 1 << 17, "regex": 1 << 14, "grammar": 1 << 14}
 #: Seconds after which a compilation is given up.
 MAX_COMPILE_S = 10.0
+#: Most compilations at the same time. One that is given up goes on until it ends, and takes memory.
+MAX_COMPILATIONS = 4
 _NAMES = {
     "json_schema": "JSON schema",
     "choice": "list of choices",
@@ -184,6 +186,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._on_compiled = on_compiled
         self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._num_running = 0
         self._lock = threading.Lock()
 
     def has(self, spec: GrammarSpec) -> bool:
@@ -191,7 +194,11 @@ class GrammarCompiler:
         return spec in self._kept
 
     def compile(self, spec: GrammarSpec, param: str) -> Grammar:
-        """Return the compiled grammar. Raises RequestError for the field `param` if it cannot be compiled."""
+        """Return the compiled grammar.
+
+        Raises RequestError for the field `param` if it cannot be compiled, and QueueFullError while MAX_COMPILATIONS
+        are running.
+        """
         with self._lock:
             if (grammar := self._kept.get(spec)) is not None:
                 self._kept.move_to_end(spec)
@@ -206,6 +213,11 @@ class GrammarCompiler:
             raise RequestError(
                 param, f"{param} has a {_NAMES[spec.kind]} of {size} bytes; at most {MAX_BYTES[spec.kind]} are allowed"
             )
+        with self._lock:
+            if self._num_running >= MAX_COMPILATIONS:
+                message = f"{self._num_running} grammars are being compiled already; send the request again later"
+                raise QueueFullError(message, MAX_COMPILE_S)
+            self._num_running += 1
         begun = time.monotonic()
         try:
             grammar = in_a_thread(
@@ -225,6 +237,13 @@ class GrammarCompiler:
         return grammar
 
     def _compile(self, spec: GrammarSpec, param: str) -> Grammar:
+        try:
+            return self._compiled(spec, param)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+
+    def _compiled(self, spec: GrammarSpec, param: str) -> Grammar:
         if spec.kind == "json_schema" and (problem := check_schema(json.loads(spec.text), _schema_problem)):
             raise RequestError(param, f"{param}: the schema cannot be enforced: {problem}")
         try:
@@ -235,7 +254,8 @@ class GrammarCompiler:
         first = state.deep_copy()
         first.compute_bitmask()
         if first.is_error():
-            raise RequestError(param, f"{param}: the {_NAMES[spec.kind]} is not valid: {_message(first)}")
+            problem = _message(first).replace("NoExtensionBias", "no output can match it")
+            raise RequestError(param, f"{param}: the {_NAMES[spec.kind]} is not valid: {problem}")
         return Grammar(self._vocabulary, state)
 
 
@@ -255,6 +275,8 @@ def _lark(spec: GrammarSpec) -> str:
         case "json_schema":
             return f"start: {inline_json(json.loads(spec.text))}"
         case "regex":
+            if (len(spec.text) - len(spec.text.rstrip("\\"))) % 2:  # the conversion would drop the last one
+                raise ValueError("it ends with a backslash that escapes nothing")
             return f"start: /{regex_to_lark(spec.text, 'dws')}/"
         case "choice":
             # One terminal, because a rule may have only 2,000 alternatives.

@@ -11,7 +11,7 @@ import pytest
 from engines import EOS, tokenizer
 from tiny_models import VOCAB_SIZE
 
-from llmsched.engine.errors import RequestError
+from llmsched.engine.errors import QueueFullError, RequestError
 from llmsched.engine.grammar import compiler as module
 from llmsched.engine.grammar.compiler import MAX_BYTES, Grammar, GrammarCompiler, Vocabulary, token_masks
 from llmsched.engine.grammar.spec import JSON_OBJECT, GrammarSpec
@@ -108,6 +108,8 @@ def test_a_schema_that_cannot_be_enforced(schema: Any, place: str, message: str)
     [
         (GrammarSpec("regex", "a(?=b)"), "look-around"),
         (GrammarSpec("regex", "(a"), "unclosed group"),
+        (GrammarSpec("regex", "a\\"), "ends with a backslash"),
+        (GrammarSpec.json_schema({"$ref": "#"}), "no output can match it"),
         (GrammarSpec("regex", r"(a)\1"), "backreferences are not supported"),
         (GrammarSpec("grammar", "start: missing"), "missing"),
         (GrammarSpec("grammar", 'start: "a'), "1"),
@@ -195,12 +197,38 @@ def test_exponential_schemas_are_refused_or_shared() -> None:
     assert "too large" in error_of(GrammarSpec.json_schema(product))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "integer", "multipleOf": 99_999_989}}},
+        {"properties": {"a": {"type": "number", "multipleOf": 0.99999989}}},
+        {"properties": {"a": {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (83, 89, 97)]}}},
+    ],
+)
+def test_multiples_that_would_take_much_memory_are_refused(schema: dict[str, Any]) -> None:
+    text = error_of(GrammarSpec.json_schema(schema))
+    assert "at #/properties/a" in text
+    assert "multipleOf" in text
+    make_compiler().compile(GrammarSpec.json_schema({"type": "number", "multipleOf": 0.25}), "test")
+
+
 def test_a_compilation_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
     monkeypatch.setattr(module, "_lark", lambda spec: gate.wait() and "start: /a/")
-    assert "not compiled within 0.01 s" in error_of(GrammarSpec("regex", "a"))
+    monkeypatch.setattr(module, "MAX_COMPILATIONS", 2)
+    compiler = make_compiler()
+    for text in "ab":
+        with pytest.raises(RequestError, match=r"not compiled within 0\.01 s"):
+            compiler.compile(GrammarSpec("regex", text), "test")
+    with pytest.raises(QueueFullError, match="2 grammars are being compiled"):
+        compiler.compile(GrammarSpec("regex", "c"), "test")
+    monkeypatch.setattr(module, "MAX_COMPILE_S", 10)
     gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "llmsched-grammar":
+            thread.join()
+    compiler.compile(GrammarSpec("regex", "c"), "test")
 
 
 def test_compiled_grammars_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
