@@ -277,7 +277,7 @@ class ChatFormat(ChoiceFormat):
             delta.text = _joined(delta.parts, Kind.CONTENT)
             delta.calls = [part for part in delta.parts if isinstance(part, CallDelta)]
             parsed.count(delta.token_ids)
-            if parsed.num_calls and delta.finish_reason == FinishReason.STOP:
+            if parsed.has_whole_calls and delta.finish_reason == FinishReason.STOP:
                 delta.finish_reason = "tool_calls"
         elif delta.text:
             delta.parts = [Part(Kind.CONTENT, delta.text)]

@@ -58,6 +58,11 @@ class ParsedOutput:
         """True if whatever follows is content."""
         return self._parser.is_plain
 
+    @property
+    def has_whole_calls(self) -> bool:
+        """True if there are calls, and the output does not end within the arguments of one."""
+        return self.num_calls > 0 and not self._parser.in_arguments
+
     def divide(self, text: str, is_last: bool) -> list[Part | CallDelta]:
         """Return the reasoning, the content and the parts of calls that `text` adds, in their order."""
         parts = self._parser.push(text)

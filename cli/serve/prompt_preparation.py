@@ -123,7 +123,9 @@ class Preparer:
             return {"reasoning_effort": effort}
         if "enable_thinking" in template:
             return {"enable_thinking": effort != "none"}
-        raise RequestError("reasoning_effort", "this model's chat template does not support it; leave it out")
+        raise RequestError(
+            "reasoning_effort", "reasoning_effort is not supported by this model's chat template; leave it out"
+        )
 
     def prefix(self, request: PrefixRequest) -> Iterator[list[int]]:
         """Yield the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.

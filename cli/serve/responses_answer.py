@@ -10,14 +10,18 @@ from typing import Any
 from llmsched.cli.serve.api_errors import api_error
 from llmsched.cli.serve.choices import ChatFormat, ChoiceDelta
 from llmsched.cli.serve.completion_response import CompletionResponse
-from llmsched.cli.serve.responses_request import ResponsesRequest
+from llmsched.cli.serve.responses_request import ResponsesRequest, renamed
 from llmsched.cli.serve.sse_response import json_line
+from llmsched.engine.errors import RequestError
 from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.parsers.parts import Kind, Part
 
 logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
+
+#: Types of output items -> the beginning of their ids.
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponsesFormat(ChatFormat):
@@ -49,7 +53,7 @@ class OutputItems:
 
     def _begin(self, kind: str, **fields: Any) -> Iterator[Event]:
         yield from self._end("completed")
-        item = {"id": f"{kind[:4]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        item = {"id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
         if kind != "function_call":
             item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
         self.items.append(item)
@@ -104,7 +108,10 @@ class ResponsesAnswer(CompletionResponse):
         http_request_id: str = "",
     ) -> None:
         self._request = request
-        super().__init__(engine, choice_format, model_name, priority, http_request_id)
+        try:
+            super().__init__(engine, choice_format, model_name, priority, http_request_id)
+        except RequestError as error:
+            raise renamed(error) from error
 
     async def whole(self) -> dict[str, Any]:
         items, reason = OutputItems(), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
@@ -18,18 +19,33 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
 }
+#: Paths in the messages of a chat request's errors -> paths of a response request.
+_PATHS = (
+    (re.compile(r"^(tools\.\d+)\.function\b"), r"\1"),
+    (re.compile(r"^response_format\.json_schema\b"), "response_format"),
+    (re.compile(r"\bmax_tokens\b"), "max_output_tokens"),
+)
 
 
 def renamed(error: RequestError) -> RequestError:
     """Return the error of a chat request with the names of a response request."""
-    name = str(error.param)
-    return RequestError(_NAMES.get(name, name), str(error).replace(name, _NAMES.get(name, name), 1), error.code)
+    if (name := error.param) is None:
+        return error
+    message = str(error)
+    for path, ours in _PATHS:
+        message = path.sub(ours, message)
+    return RequestError(_NAMES.get(name, name), message.replace(name, _NAMES.get(name, name), 1), error.code)
 
 
 class TextOptions(Schema):
     format: dict[str, Any] | None = None
     verbosity: None = None
+
+
+class EventOptions(Schema):
+    include_obfuscation: bool | None = None
 
 
 class ReasoningOptions(Schema):
@@ -60,7 +76,7 @@ class ResponsesRequest(ModelRequest):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: EventOptions | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -130,8 +146,10 @@ def _chat_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if (kind := tool.get("type")) != "function":
+        raise RequestError("tools", f"tools has the type {str(kind)[:100]!r}; only function is supported")
     function = {name: value for name, value in tool.items() if name != "type"}
-    return {"type": tool.get("type"), "function": function}
+    return {"type": "function", "function": function}
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> Any:

@@ -12,8 +12,12 @@ import pytest
 from scripted import EOS, MODEL, ScriptedServer
 from tool_templates import THINKING_TEMPLATE
 
+from llmsched.cli.serve.choices import ChoiceDelta
+from llmsched.cli.serve.parsed_output import CallDelta
 from llmsched.cli.serve.prompt_preparation import dumped
+from llmsched.cli.serve.responses_answer import OutputItems
 from llmsched.cli.serve.responses_request import ResponsesRequest
+from llmsched.engine.text.parsers.parts import Kind, Part
 
 PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -117,6 +121,41 @@ def test_calls(client: openai.OpenAI, say: Callable[[str], None]) -> None:
     assert items == [("reasoning", "Hm."), ("message", "I look."), call, call]
     assert both(client, input="Warm?", tools=TOOLS, parallel_tool_calls=False)[1][2:] == [call]
     assert both(client, input="Warm?", tools=TOOLS, tool_choice="none")[1][1] == ("message", f"I look.\n{CALL}\n{CALL}")
+
+
+def test_text_after_a_call(client: openai.OpenAI, say: Callable[[str], None]) -> None:
+    say(f"</think>{CALL}\nThere it is.")
+    call = ("call", "weather", '{"city": "Rome"}')
+    assert both(client, input="Warm?", tools=TOOLS)[1] == [call, ("message", "There it is.")]
+    say('</think><tool_call>\n{"name": "weather", "arguments": {"city": oh no')
+    assert both(client, input="Warm?", tools=TOOLS)[1] == [("call", "weather", '{"city": '), ("message", "oh no")]
+
+
+def test_arguments_and_text_in_one_output() -> None:
+    items, parts = OutputItems(), [CallDelta(0, "{", "call_1", "weather")]
+    list(items.add(ChoiceDelta(0, "", [], parts=[*parts])))
+    list(items.add(ChoiceDelta(0, "Yes", [], parts=[CallDelta(0, "}"), Part(Kind.CONTENT, "Yes")])))
+    assert [item["type"] for item in items.items] == ["function_call", "message"]
+    assert items.items[0]["arguments"] == "{}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"max_output_tokens": 9999},
+            "max_output_tokens is 9999, 10022 in all; shorten the prompt or lower max_output_tokens",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "only function is supported"),
+        ({"tools": [{"type": "function", "parameters": {}}]}, "tools.0.name: this field is required"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema: this field is required"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage"),
+    ],
+)
+def test_errors_name_the_fields_of_this_api(http: httpx.Client, fields: dict[str, Any], message: str) -> None:
+    answer = http.post(PATH, json={"input": "x", **fields})
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
 
 
 def test_the_output_goes_back_as_input(

@@ -194,6 +194,9 @@ def test_a_stop_string_ends_a_call(client: openai.OpenAI, say: Callable[[str], N
     answer = same(client, stop=["</tool_call>"])
     assert calls_of(answer) == [("weather", ROME)]
     assert answer["finish_reason"] == "tool_calls"
+    answer = same(client, stop=["Rome"])
+    assert calls_of(answer) == [("weather", '{"city": "')]
+    assert answer["finish_reason"] == "stop"
 
 
 def test_malformed_calls_are_content(client: openai.OpenAI, say: Callable[[str], None]) -> None:
@@ -332,7 +335,7 @@ def test_a_template_without_tools(make_server: Callable[..., ScriptedServer]) ->
     answer = ask(client, extra_body={"return_token_ids": True}).choices[0]
     assert len(answer.message.tool_calls) == 2
     assert f"<tools>\n{json.dumps(TOOLS[0])}" in server.tokenizer.decode(answer.prompt_token_ids)
-    with pytest.raises(openai.BadRequestError, match="does not support it") as caught:
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort is not supported") as caught:
         ask(client, reasoning_effort="low")
     assert caught.value.param == "reasoning_effort"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llmsched.engine.text.parsers.notation import TOOL_CALL_PARSERS
 from llmsched.engine.text.parsers.output_parser import OutputParser
 from llmsched.engine.text.parsers.parts import Kind
+from llmsched.engine.text.parsers.python_calls import PythonicParser
 
 FUNCTIONS = {
     "f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "null"]}}},
@@ -202,6 +203,22 @@ def test_text_that_cannot_become_a_call_is_not_held_back() -> None:
         [(Kind.CONTENT, " <tools>")],
         [(Kind.CONTENT, " b")],
     ]
+
+
+def test_markers_within_a_call_are_read_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the time to read an output would grow with the square of the number of its markers."""
+    num_taken = 0
+    original = PythonicParser.take
+
+    def take(*args: Any) -> Iterator[None]:
+        nonlocal num_taken
+        num_taken += 1
+        return original(*args)
+
+    monkeypatch.setattr(PythonicParser, "take", take)
+    text = "<|python_start|>[f(" * 50
+    assert parsed(PythonicParser(FUNCTIONS), [text + "<|python_start|>[g()]"]) == [c(text), *call("g")]
+    assert num_taken < 3 * len(text)
 
 
 def test_deep_nesting_is_malformed() -> None:

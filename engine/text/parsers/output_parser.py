@@ -49,6 +49,11 @@ class OutputParser:
         self._steps = self._run(thinking, opened)
         next(self._steps)
 
+    @property
+    def in_arguments(self) -> bool:
+        """True if the output so far ends within the arguments of a call."""
+        return self._parts.kind is Kind.ARGUMENTS
+
     def push(self, text: str) -> list[Part]:
         """Add text. Return the parts that are certain."""
         if self.is_plain:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from collections.abc import Callable
 
 from llmsched.engine.text.parsers.output_parser import MalformedCallError, OutputParser, Steps
 
@@ -45,19 +44,21 @@ class PythonicParser(OutputParser):
         if name not in self._functions:
             raise MalformedCallError
         chars: list[str] = []
-        yield from self._bracketed(chars.append)
+        yield from self._bracketed(chars)
         arguments = _arguments("".join(chars))
         self.begin_call(name)
         self.arguments(arguments)
         self.end_arguments()
         yield from self.skip_space()
 
-    def _bracketed(self, emit: Callable[[str], None]) -> Steps:
-        """Read an opening bracket and all up to the bracket that closes it."""
-        depth, quote = 0, ""
+    def _bracketed(self, chars: list[str]) -> Steps:
+        """Add an opening bracket and all up to the bracket that closes it to `chars`."""
+        depth, quote, marker = 0, "", list(self.markers[0])
+        emit = chars.append
         yield from self.expect("(", emit)
         while quote or depth or self.char != ")":
-            if not self.char:
+            # After a marker, reading begins anew. Else a text with many markers would be read as many times.
+            if not self.char or (chars[-1] == marker[-1] and chars[-len(marker) :] == marker):
                 raise MalformedCallError
             if quote:
                 if self.char == "\\":
