@@ -219,10 +219,10 @@ class AsyncEngine:
             logger.exception("the engine has failed")
 
     def _attempt(self, action: Callable[[], None], fail: Callable[[LlmschedError], None]) -> None:
-        """Run `action`. If `action` raises an exception, call `fail` with the error on the event loop.
+        """Run `action`. If it raises an LlmschedError, call `fail` with the error on the event loop.
 
-        Raises RuntimeError, which ends the engine, if the exception has left the engine's blocks or requests
-        inconsistent.
+        Any other exception is logged, and `fail` gets an InternalError. Raises RuntimeError, which ends the engine, if
+        such an exception has left the engine's blocks or requests inconsistent.
         """
         try:
             action()

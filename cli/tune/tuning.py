@@ -126,7 +126,7 @@ async def tune_engine(task: TuneTask, progress: Progress) -> TuneOutcome:
 
 
 async def tune_simulated(task: TuneTask, device: str, progress: Progress) -> TuneOutcome:
-    """Search for the best setting on the simulated GPU `device`, or on this machine if `device` is "local"."""
+    """Search for the best setting by simulating the GPU `device`, or this machine if `device` is "local"."""
 
     async def simulate(config: EngineConfig) -> Blueprint:
         return make_blueprint(config, device, progress)

@@ -86,7 +86,9 @@ def changes(
     demand: MemoryDemand,
     gpus: Sequence[tuple[str, DeviceMemory]] = (),
 ) -> list[Change]:
-    """Return changes that would make `demand` fit or lower it to what fits, roughly the cheapest first.
+    """Return changes to settings or hardware with which `demand` fits, and smaller demands that fit.
+
+    The cheapest come roughly first.
 
     `gpus` are the names and memory of other GPUs to try.
     """
@@ -106,7 +108,10 @@ def changes(
 
 
 class _Search:
-    """Search for changes to one configuration. Each method returns the changes that meet the demand."""
+    """Search for changes to one configuration. Each method returns changes that meet the demand.
+
+    Only `shorter_context` lowers the demand instead.
+    """
 
     def __init__(self, planner: ModelPlanner, config: EngineConfig, device: DeviceMemory, demand: MemoryDemand) -> None:
         self.planner = planner

@@ -148,7 +148,7 @@ def _product(
 
 
 def _codes(matrix: PackedMatrix, num_experts: int) -> tuple[Tensor, int]:
-    """Return the codes of a packed matrix as integers [E, M, bytes], and what a code stands for."""
+    """Return the codes of a packed matrix as integers [E, M, bytes], and their kind: INTEGER, TABLE or FLOAT_8."""
     codes = matrix.codes.view(num_experts, -1, matrix.codes.shape[1])
     if codes.dtype == torch.float8_e4m3fn:
         return codes.view(torch.int8), FLOAT_8.value
