@@ -6,7 +6,7 @@ import numpy as np
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
+from llmsched.cli.options.config_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model
 from llmsched.cli.profiles.this_machine import versions_table
 from llmsched.engine.memory.planner import ModelPlanner, model_name, open_planner

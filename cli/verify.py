@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmsched.engine.errors import check_range
-from llmsched.engine.latency_definitions import READER_SPEED, RequestLatency
 from llmsched.engine.percentiles import statistic
+from llmsched.engine.request_latency import READER_SPEED, RequestLatency
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmsched.engine.latency_definitions import tpot
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason, Request, RequestOutput, TokenLogprob
+from llmsched.engine.request_latency import tpot
 from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.text.detokenizer import Detokenizer
 from llmsched.engine.text.stop import StopMatcher

@@ -13,7 +13,7 @@ from llmsched.cli.bench.mode_flags import ModeFlags
 from llmsched.cli.bench.modes import bench_compare, bench_target
 from llmsched.cli.bench.report.output_flags import OutputFlags
 from llmsched.cli.bench.selfcheck.self_check import bench_self
-from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options, with_options
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.slo_flags import with_slo_options

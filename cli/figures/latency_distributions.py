@@ -8,8 +8,8 @@ from itertools import chain
 import numpy as np
 
 from llmsched.cli.figures.token_times import ServedRequest
-from llmsched.engine.latency_definitions import RequestLatency, Stall, reading_waits, worst_stall
 from llmsched.engine.percentiles import Summary, summarise
+from llmsched.engine.request_latency import RequestLatency, Stall, reading_waits, worst_stall
 
 #: Number of stalls kept: the longest stalls, at most one per request.
 WORST_STALLS = 5

@@ -8,8 +8,8 @@ from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.figures.token_times import served
 from llmsched.cli.load.load import PlannedRequest, Send
 from llmsched.cli.progress_display import detail
-from llmsched.engine.latency_definitions import RequestLatency
 from llmsched.engine.percentiles import statistic
+from llmsched.engine.request_latency import RequestLatency
 from llmsched.engine.units import human_seconds
 
 #: Number of latest requests that the figures are computed from.

@@ -15,7 +15,7 @@ from llmsched.cli.figures.throughput import Rates, rates_of
 from llmsched.cli.figures.token_times import CHUNKS, RETOKENISED, CountTokens, ServedRequest, served, worst_source
 from llmsched.cli.load.load import Load
 from llmsched.engine.goodput import Goodput, Slo, goodput
-from llmsched.engine.latency_definitions import RequestLatency
+from llmsched.engine.request_latency import RequestLatency
 
 #: A prefix hit rate this far above what the load allows is reported. Shares of texts are in bytes, hit rates in tokens.
 _EXCESS = 0.05

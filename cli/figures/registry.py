@@ -11,8 +11,8 @@ from llmsched.cli.figures import kv_memory
 from llmsched.cli.figures.experiment import Experiment, MeasuredRun
 from llmsched.cli.figures.measure import Measurement
 from llmsched.engine.goodput import Goodput, Slo
-from llmsched.engine.latency_definitions import DEFINITIONS
 from llmsched.engine.percentiles import PERCENTILES, Summary
+from llmsched.engine.request_latency import DEFINITIONS
 from llmsched.engine.units import human_bytes, human_seconds
 
 #: Function that returns the value of a figure; None if the run has no such value.

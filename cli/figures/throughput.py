@@ -7,7 +7,7 @@ from statistics import median
 from llmsched.cli.figures.record import RequestRecord, RunRecord
 from llmsched.cli.figures.token_times import ServedRequest
 from llmsched.cli.load.load import Load
-from llmsched.engine.latency_definitions import Arrival, steady_rate
+from llmsched.engine.request_latency import Arrival, steady_rate
 
 #: A steady-state rate is computed only if the steady state lasts at least this share of the run.
 STEADY_SHARE = 0.1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from llmsched.cli.figures.record import RequestRecord
-from llmsched.engine.latency_definitions import Arrival, RequestLatency, request_latency
+from llmsched.engine.request_latency import Arrival, RequestLatency, request_latency
 
 CountTokens = Callable[[str], int]
 

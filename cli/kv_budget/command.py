@@ -11,7 +11,7 @@ from llmsched.cli.kv_budget.analysis import BudgetAnalysis, any_fits
 from llmsched.cli.kv_budget.budget_options import ALL, BudgetOptions, all_gpus
 from llmsched.cli.kv_budget.command_lines import command_line, serve_line, with_vllm_defaults
 from llmsched.cli.kv_budget.json_document import comparison_document, document
-from llmsched.cli.options.engine_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
+from llmsched.cli.options.config_flags import MEMORY_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, resolve_model, with_options
 from llmsched.engine.architecture.dtypes import kv_refusal
 from llmsched.engine.architecture.weights import Weights

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsched.cli.kv_budget.analysis import BudgetAnalysis
-from llmsched.cli.options.engine_flags import serve_command
+from llmsched.cli.options.config_flags import serve_command
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError

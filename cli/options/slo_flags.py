@@ -9,7 +9,7 @@ import typer
 from llmsched.cli.options.flags import duration_option, typed, with_options
 from llmsched.cli.values import duration
 from llmsched.engine.goodput import Slo
-from llmsched.engine.latency_definitions import READER_SPEED
+from llmsched.engine.request_latency import READER_SPEED
 
 R = TypeVar("R")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.options.config_flags import EngineOptions
 from llmsched.cli.options.flags import flag
 from llmsched.cli.targets.http_target import Endpoint, HttpOptions
 from llmsched.cli.targets.interface import RunPlan

@@ -5,7 +5,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.options.config_flags import EngineOptions
 from llmsched.cli.profiles.this_machine import device_table
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model, with_options
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.engine.errors import ConfigError, setting

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from llmsched.cli.serve.request_schema import wrong
+from llmsched.cli.serve.strict_schema import wrong
 
 #: Fields in which some clients put parts of a message that this server cannot pass to the model.
 _CONTENT_FIELDS = (

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import from_json
 
-from llmsched.cli.serve.request_schema import Schema, wrong
+from llmsched.cli.serve.strict_schema import Schema, wrong
 from llmsched.engine.grammar.spec import JSON_OBJECT, GrammarSpec
 
 JsonSchemaText = dict[str, Any] | bool

@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from llmsched.cli.serve.messages import Message
 from llmsched.cli.serve.output_format import ResponseFormat, StructuredOutputs
-from llmsched.cli.serve.request_schema import Schema, wrong
+from llmsched.cli.serve.strict_schema import Schema, wrong
 from llmsched.cli.serve.tool_fields import NamedFunction, Tool, ToolChoice, check_tools
 from llmsched.engine.errors import RequestError
 from llmsched.engine.grammar.spec import GrammarSpec

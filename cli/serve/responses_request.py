@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from llmsched.cli.serve.protocol import ChatRequest, Int, ModelRequest, validate
-from llmsched.cli.serve.request_schema import Schema
+from llmsched.cli.serve.strict_schema import Schema
 from llmsched.engine.errors import RequestError
 
 #: Fields of a chat request -> fields of a response request.

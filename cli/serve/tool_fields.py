@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator
 
-from llmsched.cli.serve.request_schema import wrong
+from llmsched.cli.serve.strict_schema import wrong
 from llmsched.engine.errors import RequestError
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}

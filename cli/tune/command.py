@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.engine_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model, simulate_option
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.slo_flags import with_slo_options

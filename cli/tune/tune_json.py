@@ -14,7 +14,7 @@ from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trials import Trial
 from llmsched.cli.tune.tuning import TuneOutcome
 from llmsched.engine.goodput import Slo
-from llmsched.engine.latency_definitions import DEFINITIONS
+from llmsched.engine.request_latency import DEFINITIONS
 from llmsched.profiles.toml_files import Scalar
 from llmsched.profiles.tuned import TunedProfile
 

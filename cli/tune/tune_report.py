@@ -17,7 +17,7 @@ from llmsched.cli.tune.trial_history import TrialHistory
 from llmsched.cli.tune.trials import Trial, figure_name
 from llmsched.cli.tune.tune_json import as_json
 from llmsched.cli.tune.tuning import TuneOutcome
-from llmsched.engine.latency_definitions import DEFINITIONS
+from llmsched.engine.request_latency import DEFINITIONS
 from llmsched.profiles.tuned import profile_dir
 
 _BUDGET_AXIS = "max_num_batched_tokens, logarithmic"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from llmsched.cli import render
 from llmsched.cli.figures.client_lag import BUSY
 from llmsched.cli.load.load import Load
-from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.options.config_flags import EngineOptions
 from llmsched.cli.options.flags import flag
 from llmsched.cli.profiles.apply import profile_settings
 from llmsched.cli.profiles.this_machine import device_table

@@ -9,7 +9,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.load.prompts import load_encoder
 from llmsched.cli.load.traces.read import read_trace
-from llmsched.cli.options.engine_flags import serve_command
+from llmsched.cli.options.config_flags import serve_command
 from llmsched.cli.options.flags import with_options
 from llmsched.cli.options.load_flags import LoadFlags, TraceFlags, make_load
 from llmsched.cli.workload.load_analysis import RUNNING, LoadAnalysis, analyse, serve_knobs

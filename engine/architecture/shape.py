@@ -52,7 +52,8 @@ def model_shape(
     """Return the sizes of a model from a transformers config or the content of a config.json.
 
     `dtype_bytes` is the bytes of one number in the model's type. If `weights` is None, `model_weights` computes them
-    and gets `path`, `packed` and `rounding`. Otherwise these three have no effect. Raises ModelError if the config does not describe the layers or has a size of the wrong type.
+    and gets `path`, `packed` and `rounding`. Otherwise these three have no effect. Raises ModelError if the config does
+    not describe the layers or has a size of the wrong type.
     """
     fields = read_fields(config, cache)
     geometry = kv_geometry(fields, dtype_bytes)

@@ -88,9 +88,7 @@ def changes(
 ) -> list[Change]:
     """Return changes to settings or hardware with which `demand` fits, and smaller demands that fit.
 
-    The cheapest come roughly first.
-
-    `gpus` are the names and memory of other GPUs to try.
+    The cheapest come roughly first. `gpus` are the names and memory of other GPUs to try.
     """
     search = _Search(planner, config, device, demand)
     found = [*search.more_memory(), *search.smaller_steps(), *search.fewer_states(), *search.narrower_types()]

@@ -19,7 +19,7 @@ from pathlib import Path
 from llmsched.cli.figures.measure import Measurement, measure
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.options.config_flags import EngineOptions
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run

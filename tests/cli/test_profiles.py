@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.options.config_flags import EngineOptions
 from llmsched.cli.profiles import this_machine
 from llmsched.cli.profiles.apply import profile_warnings, with_profile
 from llmsched.cli.profiles.this_machine import device_table

@@ -10,7 +10,7 @@ from llmsched.cli.figures.experiment import MeasuredRun
 from llmsched.cli.figures.kv_memory import MemoryUsage
 from llmsched.cli.figures.latency_distributions import latency_samples
 from llmsched.cli.figures.registry import Place, Unit, as_json, definitions_in, figures_in, look_up, paths_in
-from llmsched.engine.latency_definitions import DEFINITIONS
+from llmsched.engine.request_latency import DEFINITIONS
 from llmsched.engine.units import human_bytes
 
 #: Columns of tables have the names of variants if all have at most this many characters.

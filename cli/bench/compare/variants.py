@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from llmsched.cli.options.engine_flags import knob_value
+from llmsched.cli.options.config_flags import knob_value
 from llmsched.engine.config import EngineConfig, Policy, check_together
 from llmsched.engine.errors import LlmschedError
 

@@ -29,9 +29,9 @@ from llmsched.cli.targets.http_target import HttpOptions, HttpTarget
 from llmsched.cli.targets.load_run import run_workload
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo
-from llmsched.engine.latency_definitions import Arrival, request_latency, steady_rate
 from llmsched.engine.percentiles import summarise
 from llmsched.engine.progress import Progress, silent
+from llmsched.engine.request_latency import Arrival, request_latency, steady_rate
 
 #: Allowed errors in seconds of typical figures (means) and of tail figures (P99 and maximum). They are about the delay
 #: that the scheduler of a loaded machine causes.

@@ -18,7 +18,7 @@ from virtual_time import run_virtual
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.load.load import Load
 from llmsched.cli.load.synthetic_load import SyntheticLoad
-from llmsched.cli.options.engine_flags import EngineOptions
+from llmsched.cli.options.config_flags import EngineOptions
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.cli.tune.explanation import explain
 from llmsched.cli.tune.knees import KneeBounds, KneeFinder

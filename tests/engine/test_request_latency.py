@@ -7,7 +7,8 @@ import pytest
 
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo, goodput
-from llmsched.engine.latency_definitions import (
+from llmsched.engine.percentiles import statistic, summarise
+from llmsched.engine.request_latency import (
     Arrival,
     RequestLatency,
     Stall,
@@ -17,7 +18,6 @@ from llmsched.engine.latency_definitions import (
     tpot,
     worst_stall,
 )
-from llmsched.engine.percentiles import statistic, summarise
 
 
 def stream(*arrivals: tuple[float, int]) -> list[Arrival]:

@@ -13,7 +13,7 @@ from command_line import CommandLine
 
 from llmsched.cli import main as cli
 from llmsched.cli.options import flags
-from llmsched.cli.options.engine_flags import EngineOptions, knob_value, with_engine_options
+from llmsched.cli.options.config_flags import EngineOptions, knob_value, with_engine_options
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError
 
