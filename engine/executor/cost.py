@@ -134,8 +134,7 @@ class StepTimeModel:
         # What steps of one shape leave open is attributed to the terms that these scales make large, first to prefills.
         # So the first guess of the time of decodes alone is low, which makes the next step differ.
         self._scale = np.array([1.0, 32.0, 1e2, 1e5])
-        self._gram = np.zeros((4, 4))
-        self._moment = np.zeros(4)
+        self._sums = np.zeros((4, 5))  # of the normal equations: the matrix, and the right-hand side as last column
         self._coefficients: np.ndarray | None = None
         self._forget = 1 - 0.5 ** (1 / HALF_LIFE)
         self.num_steps = 0
@@ -146,13 +145,11 @@ class StepTimeModel:
 
     def learn(self, shape: StepShape, seconds: float) -> None:
         x = self._terms(shape)
-        known = self._gram @ x
-        if (weight := float(x @ known)) > 0:
+        known = x @ self._sums
+        if (weight := float(known[:4] @ x)) > 0:
             # Directional forgetting (Cao and Schwartz, Automatica 36, 2000) leaves the solution of the fit as it is.
-            self._moment -= known * (self._forget * float(x @ self._moment) / weight)
-            self._gram -= np.outer(known, known * (self._forget / weight))
-        self._gram += np.outer(x, x)
-        self._moment += x * seconds
+            self._sums -= (known[:4, None] * (self._forget / weight)) * known
+        self._sums += x[:, None] * np.append(x, seconds)
         self.num_steps += 1
         if self.num_steps < 8 * REFIT or self.num_steps % REFIT == 0:
             self._coefficients = None
@@ -182,8 +179,8 @@ class StepTimeModel:
         if self._coefficients is None:
             active = [0, 1, 2, 3]
             while True:
-                gram = self._gram[np.ix_(active, active)] + 1e-6 * np.eye(len(active))
-                solution = np.linalg.solve(gram, self._moment[active])
+                matrix = self._sums[np.ix_(active, active)] + 1e-6 * np.eye(len(active))
+                solution = np.linalg.solve(matrix, self._sums[active, 4])
                 if solution.min() >= 0 or len(active) == 1:
                     break
                 active.remove(active[int(solution.argmin())])

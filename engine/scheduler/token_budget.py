@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import cast
 
 from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
@@ -13,6 +15,9 @@ from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Detail, Ledger
 
 logger = logging.getLogger(__name__)
+
+#: The same as ScheduledRow(*fields) in half the time.
+_new_row = cast("Callable[[tuple[object, ...]], ScheduledRow]", partial(tuple.__new__, ScheduledRow))
 
 #: Prefill tokens that every step may compute, so that prefills continue even if decodes alone miss target_itl.
 LEAST_PREFILL = 16
@@ -164,5 +169,5 @@ class StepBuilder:
             start, end = request.num_computed_tokens, len(request.token_ids) + request.num_pending_tokens
             sample = start + count == end and end - request.num_prompt_tokens < request.sampling.max_tokens
             assert request.block_table is not None  # faster than `request.table`, for every row of every step
-            rows.append(ScheduledRow(request, start, count, request.block_table.ids, sample))
+            rows.append(_new_row((request, start, count, request.block_table.ids, sample)))
         return rows
