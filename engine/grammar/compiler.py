@@ -20,8 +20,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from llmsched.engine.errors import QueueFullError, RequestError, one_line
-from llmsched.engine.grammar.schema_check import check_schema
-from llmsched.engine.grammar.spec import JSON_OPTIONS, GrammarSpec, inline_json, literals
+from llmsched.engine.grammar.schema_check import check_schema, check_values
+from llmsched.engine.grammar.spec import JSON_OPTIONS, GrammarSpec, inline_json, inline_schemas, literals
 from llmsched.engine.text.tokenizer import BYTE_TOKEN, check_unicode
 from llmsched.engine.threads import in_a_thread
 
@@ -244,7 +244,12 @@ class GrammarCompiler:
                 self._num_running -= 1
 
     def _compiled(self, spec: GrammarSpec, param: str) -> Grammar:
-        if spec.kind == "json_schema" and (problem := check_schema(json.loads(spec.text), _schema_problem)):
+        problem = None
+        if spec.kind == "json_schema":
+            problem = check_schema(json.loads(spec.text), _schema_problem)
+        elif spec.kind in ("tags", "grammar"):
+            problem = next(filter(None, map(check_values, inline_schemas(spec.text))), None)
+        if problem is not None:
             raise RequestError(param, f"{param}: the schema cannot be enforced: {problem}")
         try:
             state = LLMatcher(self._vocabulary.tokenizer, _OPTIONS + _lark(spec), log_level=0, limits=_LIMITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -13,6 +14,12 @@ _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 _DEFINITIONS = ("$defs", "definitions")
 #: Keywords whose values are objects with a schema for each name.
 _NAMED = (*_DEFINITIONS, "properties", "patternProperties")
+#: Characters that JSON can write only with the escape \\u, and DEL. llguidance drops them from values.
+_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+#: Such a character in a pattern, written as it is or as an escape. It may stand in a class of characters.
+_CONTROLS_IN_PATTERN = re.compile(
+    rf"(?P<control>{_CONTROLS.pattern}|\\(?:x|u00)(?:0[0-7bef]|1[0-9a-f]|7f))|\\.|\[(?:\\.|[^\]\\])*\]", re.I | re.S
+)
 #: Largest least common multiple of all values of multipleOf. llguidance takes time and memory in proportion to it.
 MAX_MULTIPLE = 100_000
 #: Seconds that the search for the place of an error may take.
@@ -28,9 +35,15 @@ def check_schema(schema: Any, compile_problem: Callable[[Any], str | None]) -> s
         return "at #: false allows no value"
     if isinstance(schema, dict) and "x-guidance" in schema:
         return "at #: x-guidance is not supported"
-    found = _ignored_limit(schema) or _large_multiple(schema)
-    if found is None and (message := compile_problem(schema)) is not None:
-        found = _place_of(schema, message, compile_problem), message
+    problem = check_values(schema)
+    if problem is None and (message := compile_problem(schema)) is not None:
+        problem = f"at {_place_of(schema, message, compile_problem)}: {message}"
+    return problem
+
+
+def check_values(schema: Any) -> str | None:
+    """Return which value of a schema the compiler would not enforce, or would enforce at a high cost, and where."""
+    found = _ignored_limit(schema) or _large_multiple(schema) or _dropped_character(schema)
     return found and f"at {found[0]}: {found[1]}"
 
 
@@ -63,6 +76,33 @@ def _large_multiple(schema: Any) -> tuple[str, str] | None:
 
 def _digits(value: float) -> int:
     return int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits)))
+
+
+def _dropped_character(schema: Any) -> tuple[str, str] | None:
+    """Return the path of a control character that outputs would lack, and a message."""
+    for path, node in _all_schemas(schema):
+        for keyword in ("const", "enum"):
+            if any(map(_CONTROLS.search, _strings(node.get(keyword)))):
+                return f"{path}/{keyword}", "control characters are not supported, except \\b, \\f, \\n, \\r and \\t"
+        named = node.get("patternProperties")
+        patterns = [node.get("pattern"), *(named if isinstance(named, dict) else ())]
+        for pattern in filter(lambda each: isinstance(each, str), patterns):
+            if any(found["control"] for found in _CONTROLS_IN_PATTERN.finditer(pattern)):
+                return path, f"the pattern {pattern[:60]!r} has a control character, which is not supported"
+    return None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value, without the names of properties."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str(text):
+                yield text
+            case list(items):
+                waiting += items
+            case dict(fields):
+                waiting += fields.values()
 
 
 def _all_schemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:

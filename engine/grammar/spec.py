@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +38,8 @@ class GrammarSpec:
     def choice(cls, choices: Iterable[str]) -> GrammarSpec:
         return cls("choice", json.dumps(list(choices), ensure_ascii=False))
 
+
+_JSON = re.compile(r"%json\s*")
 
 #: Any JSON object.
 JSON_OBJECT = GrammarSpec.json_schema({"type": "object"})
@@ -76,6 +80,16 @@ def tagged_output(
 def inline_json(schema: Mapping[str, Any]) -> str:
     """Return the JSON texts that are valid under `schema` as a rule in Lark's syntax."""
     return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+
+
+def inline_schemas(lark: str) -> Iterator[Any]:
+    """Yield the schemas in a text in Lark's syntax, such as the result of `inline_json`."""
+    end = 0
+    while found := _JSON.search(lark, end):
+        end = found.end()
+        with suppress(ValueError, RecursionError):
+            schema, end = json.JSONDecoder().raw_decode(lark, end)
+            yield schema
 
 
 def literals(marks: Iterable[Mark]) -> str:

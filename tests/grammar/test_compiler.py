@@ -94,6 +94,10 @@ def test_an_unsupported_keyword_is_named_with_its_place(keyword: str, value: Any
         ({"properties": {"o": {"minProperties": 2}}}, "#/properties/o", "minProperties is 2"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "#", "x-guidance"),
         ({"properties": 5}, "#", "properties must be an object"),
+        ({"items": {"const": {"a": ["b\0c"]}}}, "#/items/const", "control characters"),
+        ({"enum": ["a", "\x7f"]}, "#/enum", "control characters"),
+        ({"type": "string", "pattern": r"^a\x01b$"}, "#", "control character"),
+        ({"type": "object", "patternProperties": {"^a\x01$": {}}}, "#", "control character"),
         ({"type": "object", "minProperties": 1, "properties": {"a": {}, "b": {}}}, "#", "min/maxProperties"),
     ],
 )
@@ -114,6 +118,8 @@ def test_a_schema_that_cannot_be_enforced(schema: Any, place: str, message: str)
         (GrammarSpec("grammar", "start: missing"), "missing"),
         (GrammarSpec("grammar", 'start: "a'), "1"),
         (GrammarSpec("grammar", 'start: %json {"not": {}}'), "not"),
+        (GrammarSpec("grammar", 'start: %json{"multipleOf": 99999989}'), "at #: multipleOf is 99999989"),
+        (GrammarSpec("grammar", "start: %json {"), "EOF"),
         (GrammarSpec("grammar", "root ::= [a"), "GBNF"),
         (GrammarSpec("grammar", ""), "neither in Lark"),
         (GrammarSpec("grammar", r'root ::= "\u0041bc"'), r"it has the escape \u0041bc; in GBNF"),
@@ -245,6 +251,22 @@ def test_compiled_grammars_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RequestError):
         compiler.compile(GrammarSpec("regex", "("), "test")
     assert not compiler.has(GrammarSpec("regex", "("))
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"const": "\b\f\n\r\t/"}, "\b\f\n\r\t/"),
+        ({"const": {"a\x01": 1}}, {"a\x01": 1}),
+        ({"type": "string", "pattern": r"^[^\x00-\x1f]\\x00\[$"}, r"a\x00["),
+        ({"type": "string", "pattern": r"^[\x20-\x7f]+$"}, "a~"),
+    ],
+)
+def test_control_characters_that_are_supported(schema: dict[str, Any], value: Any) -> None:
+    matcher = make_compiler().compile(GrammarSpec.json_schema(schema), "test").matcher()
+    ids = tokenizer().encode(json.dumps(value, separators=(",", ":")), add_special_tokens=False)
+    assert [matcher.accept(token) for token in ids] == [None] * len(ids)
+    assert matcher.finished or matcher.state.is_accepting()
 
 
 def test_the_order_of_properties_is_that_of_the_schema() -> None:

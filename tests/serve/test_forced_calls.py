@@ -180,6 +180,14 @@ def test_what_cannot_be_forced(http: httpx.Client) -> None:
     assert any(reason == "tool_calls" for reason, _, _ in found)
     assert all(isinstance(arguments, dict) for _, calls, _ in found for _, arguments in calls)
     assert refusal(http, structured_outputs={"choice": ["a"]})[0] == "structured_outputs"
+    costly = {"properties": {"x": {"type": "integer", "multipleOf": 99_999_989}}}
+    param, message = refusal(http, tools=[tool(parameters=costly, strict=True)], tool_choice="required")
+    assert param == "tools"
+    assert "at #/properties/x: multipleOf" in message
+    response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": costly}}
+    assert refusal(http, response_format=response_format)[0] == "response_format"
+    no_json = {"type": "json_schema", "json_schema": {"name": "a", "schema": False}}
+    assert all(not content or reason == "length" for reason, _, content in answers(http, response_format=no_json))
 
 
 # -- reasoning ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from llmsched.engine.grammar.spec import JSON_OPTIONS, GrammarSpec, Mark, Tag, tagged_output
+from llmsched.engine.grammar.spec import GrammarSpec, Mark, Tag, inline_json, tagged_output
 from llmsched.engine.text.parsers.harmony import HarmonyParser
 from llmsched.engine.text.parsers.json_calls import HermesParser, Llama3JsonParser, MistralParser
 from llmsched.engine.text.parsers.output_parser import Functions, OutputParser
@@ -55,7 +55,8 @@ def strict_calls(
 
 def calls_or_json(calls: GrammarSpec, schema: str) -> GrammarSpec:
     """Return the description of outputs that are `calls` (from `forced_calls`) or JSON that is valid under `schema`."""
-    return _or(calls, "%json " + json.dumps({**json.loads(schema), "x-guidance": JSON_OPTIONS}))
+    wanted = json.loads(schema)
+    return calls if wanted is False else _or(calls, inline_json(wanted))
 
 
 def _or(calls: GrammarSpec, other: str) -> GrammarSpec:
