@@ -58,11 +58,10 @@ class OutputItems:
             item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
         self.items.append(item)
         yield self._event("response.output_item.added", item=_copy(item))
-        if kind == "message":
-            item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+        if kind != "function_call":
+            text_part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item["content"].append(text_part if kind == "message" else {"type": "reasoning_text", "text": ""})
             yield self._event("response.content_part.added", content_index=0, part=dict(item["content"][0]))
-        elif kind == "reasoning":
-            item["content"].append({"type": "reasoning_text", "text": ""})
 
     def _add_text(self, text: str) -> Iterator[Event]:
         part = self.items[-1]["content"][0]
@@ -82,8 +81,7 @@ class OutputItems:
             part = item["content"][0]
             logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
             yield self._event(f"response.{part['type']}.done", content_index=0, text=part["text"], **logprobs)
-            if item["type"] == "message":
-                yield self._event("response.content_part.done", content_index=0, part=dict(part))
+            yield self._event("response.content_part.done", content_index=0, part=dict(part))
         yield self._event("response.output_item.done", item=_copy(item))
 
     def _event(self, kind: str, **fields: Any) -> Event:

@@ -48,7 +48,7 @@ MAX_GRAMMARS = 64
 #: llguidance compiles recursively. A chain of 2,000 references overflows the usual 8 MiB, which would end the process.
 _STACK_BYTES = 256 << 20
 #: By default, where only one text can follow, llguidance allows only the tokens into which it divides that text.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 #: Number of masks from which threads compute them. To wake a thread takes about as long as a mask.
 _PARALLEL_MASKS = 8
 #: With these limits, a mask takes about 20 ms at most, and a grammar about 100 MB. A request that needs more fails.
@@ -252,7 +252,7 @@ class GrammarCompiler:
         if problem is not None:
             raise RequestError(param, f"{param}: the schema cannot be enforced: {problem}")
         try:
-            state = LLMatcher(self._vocabulary.tokenizer, _OPTIONS + _lark(spec), log_level=0, limits=_LIMITS)
+            state = LLMatcher(self._vocabulary.tokenizer, _lark(spec) + _OPTIONS, log_level=0, limits=_LIMITS)
         except ValueError as error:
             raise RequestError(param, f"{param}: the {_NAMES[spec.kind]} is not valid: {one_line(error)}") from error
         # The first mask takes the most work. It is computed here, so that the engine's thread finds its parts.

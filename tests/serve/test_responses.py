@@ -78,7 +78,7 @@ def streamed(client: openai.OpenAI, **fields: Any) -> Any:
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     final = events[-1].response
     assert events[-1].type == f"response.{final.status}"
-    texts = [""] * len(final.output)
+    texts, num_parts = [""] * len(final.output), [0] * len(final.output)
     added, done = [], []
     for event in events:
         if event.type.endswith(".delta"):
@@ -89,7 +89,10 @@ def streamed(client: openai.OpenAI, **fields: Any) -> Any:
             added.append(event.item.id)
         elif event.type == "response.output_item.done":
             done.append(event.item)
+        elif event.type in ("response.content_part.added", "response.content_part.done"):
+            num_parts[event.output_index] += 1
     assert done == final.output
+    assert num_parts == [0 if item.type == "function_call" else 2 for item in final.output]
     assert texts == [item.arguments if item.type == "function_call" else item.content[0].text for item in final.output]
     return final
 
