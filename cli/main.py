@@ -34,7 +34,7 @@ COMMANDS = {
         ("serve", "serve.command", "Serve a model over an OpenAI-compatible HTTP API."),
         ("bench", "bench.command", "Send a load to a server or a model, and measure latency and goodput."),
         ("kv-budget", "kv_budget.command", "Work out KV memory and max_num_seqs; needs no GPU."),
-        ("tune", "tune.command", "Find the token budget that meets your latency targets."),
+        ("tune", "tune.command", "Find the settings that meet your latency targets."),
         ("workload", "workload.command", "Analyse a trace and recommend settings for it."),
         ("calibrate", "calibrate", "Measure how long steps take here, for bench --simulate local."),
         ("profiles", "profiles.command", "List, show and compare profiles written by tune."),

@@ -69,14 +69,15 @@ class EngineConfig:
     )
     kv_cache_dtype: KVDType = knob(
         "auto",
-        "type of the KV cache; auto is fp8 if the checkpoint asks for it, else dtype; fp8 (which is fp8_e4m3) and "
-        "fp8_e5m2 hold twice as many tokens as 16 bits, but round keys and values (`llmsched verify` shows the effect)",
+        "type of the KV cache; auto is fp8 if the checkpoint asks for it and the device can use it, else dtype; fp8 "
+        "(which is fp8_e4m3, not on GPUs before Ada) and fp8_e5m2 hold twice as many tokens as 16 bits, but round keys "
+        "and values (`llmsched verify` shows the effect)",
         choices=get_args(KVDType),
     )
     quantization: Quantization | None = knob(
         None,
         "round the matrices of an unquantised checkpoint to this type while loading; int4 has groups of 32 numbers, "
-        "embeddings and lm_head are int8; `llmsched verify` measures the loss",
+        "embeddings and lm_head are int8, experts are not rounded; `llmsched verify` measures the loss",
         choices=get_args(Quantization),
     )
     device: Device = knob(

@@ -55,7 +55,9 @@ def bench(
         ),
     ] = None,
     simulate: Annotated[str | None, simulate_option("Run the scheduler alone,")] = None,
-    quantization: Annotated[str | None, quantization_option("Run with weights that are rounded while loading")] = None,
+    quantization: Annotated[
+        str | None, quantization_option("Round the weights while loading", "With --simulate: simulate")
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(

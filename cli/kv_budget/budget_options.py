@@ -88,7 +88,11 @@ class BudgetOptions:
         ),
     ] = None
     quantization: Annotated[
-        str | None, quantization_option("Plan for weights that serve rounds (not with --simulate or --emit)")
+        str | None,
+        quantization_option(
+            "Plan for weights that `serve` rounds while loading",
+            "With --simulate or --emit (only fp8), and for the other formats: plan for",
+        ),
     ] = None
     simulate: Annotated[
         str | None,

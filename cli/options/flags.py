@@ -51,13 +51,13 @@ def duration_option(help: str, **settings: Any) -> Any:
     return typer.Option(parser=typed(duration), metavar=_DURATION, help=help, **settings)
 
 
-def quantization_option(doing: str) -> Any:
-    """Return the option --quantization. Its help begins with the phrase `doing`."""
+def quantization_option(rounding: str, of_checkpoint: str) -> Any:
+    """Return the option --quantization. Its help has a phrase for rounded weights and one for a checkpoint."""
     return typer.Option(
         metavar="|".join(QUANTIZATIONS),
         show_default=False,
-        help=f"{doing}: {', '.join(ONLINE_FORMATS)}; or for a checkpoint of MODEL in this format, which need not "
-        "exist. fp8_block has one scale per block of 128 x 128 weights.",
+        help=f"{rounding}: {', '.join(ONLINE_FORMATS)} (experts are not rounded). {of_checkpoint} a checkpoint of "
+        "MODEL in this format, which need not exist. fp8_block has one scale per block of 128 x 128 weights.",
     )
 
 

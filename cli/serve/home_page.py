@@ -29,6 +29,7 @@ def home_page(url: str, *, has_key: bool) -> str:
         (
             ("POST /v1/chat/completions", "the answer to chat messages"),
             ("POST /v1/completions", "the continuation of a text"),
+            ("POST /v1/responses", "the answer to chat messages, in the form of OpenAI's Responses API"),
             ("GET /v1/models", "the model and its context length"),
             ("GET /health", "200 while the server can answer, else 503 with the reason"),
             ("GET /metrics", "metrics for Prometheus and Grafana"),

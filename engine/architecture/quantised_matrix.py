@@ -42,7 +42,7 @@ class QuantisedMatrix:
 
     @property
     def is_kept(self) -> bool:
-        """True if the matrix can stay quantised in memory. Matrices of single experts are dequantised."""
+        """True if the matrix can stay quantised alone. Those of single experts can only if they are joined."""
         return self.layout == "experts" or ".experts." not in self.weight
 
     @property

@@ -44,7 +44,7 @@ def forced_calls(
 def strict_calls(
     parser: type[OutputParser], functions: Functions, special_ids: Mapping[str, int], *, many: bool
 ) -> GrammarSpec | None:
-    """Return the description of outputs that are text, calls, or both. None if it does not exist for this notation."""
+    """Return the description of outputs that are text, calls, or both; None for notations without one."""
     if parser in (HermesParser, MistralParser):
         tags = [_tag(parser, name, schema, special_ids) for name, schema in functions.items()]
         return tagged_output(tags, trigger=special_ids.get(parser.markers[0], parser.markers[0]), many=many)

@@ -112,7 +112,7 @@ def _finds_probe(parser_type: type[OutputParser], text: str) -> bool:
 
 
 def _written_calls(tokenizer: Tokenizer) -> list[str]:
-    """Return texts that the chat template makes of a call: from the model's output on, and from its whole turn on."""
+    """Return what the chat template writes for a call: after the generation prompt, and after the user's message."""
     user: dict[str, Any] = {"role": "user", "content": "x"}
     function = {"name": PROBE_TOOL["function"]["name"], "arguments": _ARGUMENTS}
     calls = [{"id": "probe0000", "type": "function", "function": function}]

@@ -173,7 +173,7 @@ class OutputParser:
         self._read.clear()
 
     def _unread(self) -> None:
-        """Make the next characters those that were read since the last part."""
+        """Go back, so that the characters in `_read` are read again."""
         self.char, *later = (*"".join(self._read), self.char)
         self._again.extendleft(reversed(later))
         self._read.clear()
