@@ -64,12 +64,15 @@ def chat_grammar(request: ChatRequest, notation: Notation, compiler: GrammarComp
         wanted = wanted_output(request, notation)
         return None if wanted is None else compiler.compile(wanted[1], param=wanted[0])
     except RequestError as error:
-        if error.param != "tools":
-            raise
+        problem = error
     for name, schema in schemas(request.callable_tools(), only_strict=True).items():
         try:
             compiler.compile(GrammarSpec.json_schema(schema), param=f"parameters of {name}")
         except RequestError as error:
             raise RequestError("tools", f"tools: {error}") from error
+    if problem.param != "tools":
+        if (output := request.grammar_spec()) is not None:
+            compiler.compile(output[1], param=output[0])  # its error names the place in the schema
+        raise problem
     wanted = wanted_output(request, notation, only_strict=True)
     return None if wanted is None else compiler.compile(wanted[1], param=wanted[0])

@@ -11,6 +11,7 @@ from engines import SMALL_POOL, SWAP, Choice, Failing, assert_idle, generate, ma
 
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import is_out_of_memory
+from llmsched.engine.grammar.spec import GrammarSpec
 from llmsched.engine.step_loop import StepLoop
 
 #: Enough shared tokens for copies of blocks, and more tokens than the small pool holds.
@@ -21,7 +22,11 @@ REQUESTS = [
         (5, 0.9, {"frequency_penalty": 1.0}),
         (40, 0.0, {"logprobs": 2}),
         (9, 0.7, {"stop": ("never to be seen",)}),
-        (33, 0.0, {}),
+        (
+            33,
+            0.8,
+            {"grammar": make_engine().grammars.compile(GrammarSpec("regex", "[a-z]{2,4}( [a-z]{2,4})*"), "test")},
+        ),
     )
 ]
 

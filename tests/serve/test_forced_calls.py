@@ -186,6 +186,12 @@ def test_what_cannot_be_forced(http: httpx.Client) -> None:
     assert "at #/properties/x: multipleOf" in message
     response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": costly}}
     assert refusal(http, response_format=response_format)[0] == "response_format"
+    yes_no = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+    param, message = refusal(http, tools=[tool(parameters=wrong, strict=True)], response_format=yes_no)
+    assert (param, "parameters of paint" in message) == ("tools", True)
+    other = {"type": "json_schema", "json_schema": {"name": "a", "schema": wrong}}
+    param, message = refusal(http, response_format=other)
+    assert (param, "at #/properties/color: not supported" in message) == ("response_format", True)
     no_json = {"type": "json_schema", "json_schema": {"name": "a", "schema": False}}
     assert all(not content or reason == "length" for reason, _, content in answers(http, response_format=no_json))
 
