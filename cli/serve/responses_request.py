@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from llmsched.cli.serve.protocol import ChatRequest, Int, ModelRequest, validate
-from llmsched.cli.serve.strict_schema import Schema
+from llmsched.cli.serve.strict_schema import Schema, wrong
 from llmsched.engine.errors import RequestError
 
 #: Fields of a chat request -> fields of a response request.
@@ -41,7 +41,13 @@ def renamed(error: RequestError) -> RequestError:
 
 class TextOptions(Schema):
     format: dict[str, Any] | None = None
-    verbosity: None = None
+    verbosity: Any = None
+
+    @field_validator("verbosity")
+    @classmethod
+    def _is_unsupported(cls, value: Any) -> None:
+        if value is not None:
+            raise wrong("is not supported by this server; leave it out")
 
 
 class EventOptions(Schema):

@@ -153,6 +153,7 @@ def test_arguments_and_text_in_one_output() -> None:
         ({"tools": [{"type": "function", "parameters": {}}]}, "tools.0.name: this field is required"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema: this field is required"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: is not supported by this server; leave it out"),
     ],
 )
 def test_errors_name_the_fields_of_this_api(http: httpx.Client, fields: dict[str, Any], message: str) -> None:
