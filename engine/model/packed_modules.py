@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from llmsched.engine.errors import ModelError
 from llmsched.kernels.dispatch import backend_name, load_backend
+from llmsched.kernels.fp8 import as_bytes
 from llmsched.kernels.packed_matrix import PackedMatrix
 
 #: Names that transformers changes while it loads a model (GPT-NeoX).
@@ -58,15 +59,20 @@ def pack_modules(model: nn.Module, matrices: Mapping[str, PackedMatrix]) -> None
     """Replace linear layers and embeddings by modules with packed matrices.
 
     The keys of `matrices` are the names of the replaced weights, perhaps without the model's prefix. Modules with tied
-    weights share one matrix. Raises ModelError if a weight belongs to another kind of module.
+    weights share one matrix. Raises ModelError if a weight belongs to another kind of module, or if matrices of tied
+    weights differ.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    by_identity = {}
+    by_identity = dict[int, PackedMatrix]()
     for name, matrix in matrices.items():
         known = (name, f"{getattr(model, 'base_model_prefix', '')}.{name}", _RENAMED.get(name, ""))
         if (found := next((parameters[each] for each in known if each in parameters), None)) is None:
             raise ModelError(f"{name} cannot be quantised: transformers gives it another name")
-        by_identity[id(found)] = matrix
+        if not _equal(by_identity.setdefault(id(found), matrix), matrix):
+            raise ModelError(
+                f"config.json has tie_word_embeddings true, but {name} differs from the matrix to which it is tied; "
+                "set tie_word_embeddings to false, or remove lm_head.weight"
+            )
     for name, module in list(model.named_modules()):
         weight: Any = module._parameters.get("weight")
         if weight is None or id(weight) not in by_identity:
@@ -80,3 +86,10 @@ def pack_modules(model: nn.Module, matrices: Mapping[str, PackedMatrix]) -> None
             replacement = PackedEmbedding(matrix, weight.dtype, getattr(module, "embed_scale", None))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replacement)
+
+
+def _equal(one: PackedMatrix, other: PackedMatrix) -> bool:
+    pairs = zip(one, other, strict=True)
+    return one is other or all(
+        a is b or (a is not None and b is not None and torch.equal(as_bytes(a), as_bytes(b))) for a, b in pairs
+    )

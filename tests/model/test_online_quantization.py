@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,17 @@ def test_gguf_files_are_not_rounded_again(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", build_model("llama"), build_tokenizer(), arch="llama")
     with pytest.raises(ConfigError, match=r"int4 cannot be applied: a \.gguf file keeps its own format"):
         open_model(EngineConfig(model=str(path), device="cpu", quantization="int4"))
+
+
+def test_a_tied_lm_head_that_differs_is_refused(tiny_model: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model("llama", tie_word_embeddings=True), tmp_path / "model")
+    state, source = load_file(folder / "model.safetensors"), locate(str(folder))
+
+    def save_and_load(head: torch.Tensor) -> None:
+        save_file(state | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+        load_model(source, load_config(source), device="cpu", dtype=torch.float32, quantization="int8")
+
+    embeddings = state["model.embed_tokens.weight"]
+    save_and_load(embeddings.clone())
+    with pytest.raises(ModelError, match=r"has tie_word_embeddings true, but .* differs"):
+        save_and_load(embeddings + 1)
