@@ -103,8 +103,9 @@ def _texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
 
 
 def _message(state: LLMatcher) -> str:
-    """Return llguidance's error as one line."""
-    return one_line(ValueError(state.get_error().removesuffix("<non-verbose/>")))
+    """Return llguidance's error as one line, without the line of options that it may quote."""
+    lines = state.get_error().removesuffix("<non-verbose/>").splitlines()
+    return one_line(ValueError("\n".join(line for line in lines if _OPTIONS.strip() not in line)))
 
 
 class Grammar:
