@@ -214,11 +214,9 @@ class GrammarCompiler:
             raise RequestError(
                 param, f"{param} has a {_NAMES[spec.kind]} of {size} bytes; at most {MAX_BYTES[spec.kind]} are allowed"
             )
-        with self._lock:
-            if self._num_running >= MAX_COMPILATIONS:
-                message = f"{self._num_running} grammars are being compiled already; send the request again later"
-                raise QueueFullError(message, MAX_COMPILE_S)
-            self._num_running += 1
+        if (running := self._num_running) >= MAX_COMPILATIONS:
+            message = f"{running} grammars are being compiled already; send the request again later"
+            raise QueueFullError(message, MAX_COMPILE_S)
         begun = time.monotonic()
         try:
             grammar = in_a_thread(
@@ -238,6 +236,8 @@ class GrammarCompiler:
         return grammar
 
     def _compile(self, spec: GrammarSpec, param: str) -> Grammar:
+        with self._lock:
+            self._num_running += 1
         try:
             return self._compiled(spec, param)
         finally:
