@@ -9,7 +9,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from llmsched.engine.architecture.quantised_matrix import MatrixTensors, QuantisedMatrix, Stored
@@ -50,10 +50,13 @@ def read_matrices(
     return found, frozenset(names)
 
 
-def joined_experts(matrices: Mapping[str, QuantisedMatrix], model_type: str | None) -> dict[str, list[QuantisedMatrix]]:
+def joined_experts(
+    matrices: Mapping[str, QuantisedMatrix], stored: Iterable[str], model_type: str | None
+) -> dict[str, list[QuantisedMatrix]]:
     """Return the matrices of single experts that stay quantised, by the name of the model's tensor that joins them.
 
-    The rows of the matrices in a list, in this order, are the rows of the joined one. Only alike matrices are joined.
+    `stored` are the names of the checkpoint's tensors. The rows of the matrices in a list, in this order, are the rows
+    of the joined one. Matrices are joined if all matrices of a layer's experts are quantised and alike.
     """
     found: dict[str, list[tuple[int, str, QuantisedMatrix]]] = {}
     for name, matrix in matrices.items():
@@ -63,6 +66,7 @@ def joined_experts(matrices: Mapping[str, QuantisedMatrix], model_type: str | No
     joined = {name: [matrix for *_, matrix in sorted(each, key=lambda one: one[:2])] for name, each in found.items()}
     kinds = {name: {(each.kind, each.shape) for each in members} for name, members in joined.items()}
     unlike = {name.rpartition(".")[0] for name, each in kinds.items() if len(each) > 1 or (None in next(iter(each)))}
+    unlike |= {match["experts"] for name in stored if name not in matrices and (match := _EXPERT.fullmatch(name))}
     return {name: members for name, members in joined.items() if name.rpartition(".")[0] not in unlike}
 
 

@@ -182,7 +182,8 @@ def _from_headers(
         stored = {name: tensor for name, tensor in stored.items() if name not in parts}
         matrices = [*found.values()]
     kept = [matrix for matrix in matrices if matrix.is_kept]
-    kept += chain.from_iterable(joined_experts({each.weight: each for each in matrices}, fields.model_type).values())
+    by_name = {each.weight: each for each in matrices}
+    kept += chain.from_iterable(joined_experts(by_name, stored, fields.model_type).values())
     sizes = {matrix.weight: math.prod(matrix.shape) * dtype_bytes for matrix in matrices}
     sizes |= {matrix.weight: matrix.packed_bytes for matrix in kept}
     for name, tensor in stored.items():

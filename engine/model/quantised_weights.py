@@ -84,7 +84,7 @@ def dequantised_state_dict(
         rows = sum(matrix.shape[0] for matrix in members) // count
         return kept(name, (count, rows, members[0].shape[1]), members)
 
-    experts = {} if packed_matrices is None else joined_experts(matrices, model_type)
+    experts = {} if packed_matrices is None else joined_experts(matrices, state, model_type)
     in_joined = {matrix.weight for members in experts.values() for matrix in members}
     plain = {name: tensor for name, tensor in state.items() if name not in parts}
     others = {name: single(matrix) for name, matrix in matrices.items() if name not in in_joined}

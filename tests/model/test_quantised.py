@@ -203,6 +203,18 @@ def test_other_experts_are_dequantised(case: str, tmp_path: Path) -> None:
     assert planned(tmp_path, packed=False).count < 0.7 * weights.count
 
 
+@pytest.mark.parametrize("expert", [1, 3])
+def test_experts_of_which_one_is_not_quantised_are_dequantised(expert: int, tmp_path: Path) -> None:
+    checkpoint = save_experts(tmp_path, "qwen3_moe fp8 block")
+    file, prefix = tmp_path / "model.safetensors", f"model.layers.0.mlp.experts.{expert}."
+    state = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(prefix)}
+    save_file(state | {name: part for name, part in checkpoint.dense.items() if name.startswith(prefix)}, file)
+    model = load(tmp_path)
+    assert sum(isinstance(module, PackedExperts) for module in model.modules()) == 2
+    assert_logits_equal(model, checkpoint.model)
+    assert planned(tmp_path).count == pytest.approx(loaded_bytes(model), rel=0.01)
+
+
 def test_kv_budget_and_serve_plan_the_same(tmp_path: Path) -> None:
     save_quantised(tmp_path, "gptq")
     config = EngineConfig(model=str(tmp_path), device="cpu", kv_cache_memory_bytes=1 << 22, max_model_len=128)
