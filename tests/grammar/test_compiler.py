@@ -222,14 +222,21 @@ def test_multiples_that_would_take_much_memory_are_refused(schema: dict[str, Any
 
 
 def test_a_compilation_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
+    gate, begun = threading.Event(), threading.Semaphore(0)
+
+    def lark(spec: GrammarSpec) -> str:
+        begun.release()
+        gate.wait()
+        return "start: /a/"
+
     monkeypatch.setattr(module, "MAX_COMPILE_S", 0.01)
-    monkeypatch.setattr(module, "_lark", lambda spec: gate.wait() and "start: /a/")
+    monkeypatch.setattr(module, "_lark", lark)
     monkeypatch.setattr(module, "MAX_COMPILATIONS", 2)
     compiler = make_compiler()
     for text in "ab":
         with pytest.raises(RequestError, match=r"not compiled within 0\.01 s"):
             compiler.compile(GrammarSpec("regex", text), "test")
+        begun.acquire()
     with pytest.raises(QueueFullError, match="2 grammars are being compiled"):
         compiler.compile(GrammarSpec("regex", "c"), "test")
     monkeypatch.setattr(module, "MAX_COMPILE_S", 10)
