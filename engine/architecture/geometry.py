@@ -218,7 +218,7 @@ class LayerReader:
         if period := get("attn_layer_period"):
             offset = get("attn_layer_offset", default=0)
             return ["attention" if layer == offset else "mamba" for layer in range(period)]
-        if "rwkv" in fields.model_type:
+        if any(name in fields.model_type for name in ("rwkv", "xlstm")):
             raise ModelError(f"{fields.model_type} is a recurrent model whose state is not known: it cannot be planned")
         if fields.model_type == "falcon_h1":
             return ["hybrid"]

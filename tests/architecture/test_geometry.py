@@ -324,7 +324,7 @@ def test_spellings_of_latent_attention(config: dict[str, Any], wanted: Wanted) -
     assert measured(MLA | config) == wanted
 
 
-@pytest.mark.parametrize("model_type", ["rwkv", "rwkv7"])
+@pytest.mark.parametrize("model_type", ["rwkv", "rwkv7", "xlstm"])
 def test_recurrent_models_of_an_unknown_state_are_refused_by_name(model_type: str) -> None:
     with pytest.raises(ModelError, match=f"{model_type} is a recurrent model whose state is not known"):
         kv_geometry({"model_type": model_type, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2})
