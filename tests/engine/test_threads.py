@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 
 import pytest
@@ -37,6 +38,10 @@ def test_an_interrupt_ends_the_thread() -> None:
         while True:
             pass
 
-    with pytest.raises(KeyboardInterrupt):
-        in_a_thread(compute, "name")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_a_thread(compute, "name")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not threads[0].is_alive()
