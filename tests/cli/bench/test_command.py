@@ -223,7 +223,8 @@ def test_a_model_in_this_process(command: CommandLine, tiny_model: Callable[...,
     assert (report["completed"], report["failed"]) == (6, 0)
     assert (report["input_tokens"], report["output_tokens"]) == (6 * 48, 6 * 5)
     assert report["token_counts"] == "exact per chunk"
-    assert (report["ttft_ms"]["count"], report["tpot_ms"]["count"], report["itl_ms"]["count"]) == (6, 6, 24)
+    assert (report["ttft_ms"]["count"], report["tpot_ms"]["count"]) == (6, 6)
+    assert 6 <= report["itl_ms"]["count"] <= 24  # a busy event loop gets several tokens at once
     assert report["prefix_hit_rate"] == pytest.approx(5 * 32 / (6 * 48))
     assert report["preemptions"] == 0
     assert report["attainment"] == {"e2e": 1.0, "all": 1.0}
