@@ -212,19 +212,22 @@ def test_bad_usage_is_one_line(command: CommandLine, arguments: tuple[str, ...],
 
 
 def test_a_model_in_this_process(command: CommandLine, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    saved = tmp_path / "report.json"
+    saved, detailed = tmp_path / "report.json", tmp_path / "detailed.jsonl"
     outcome = command(
         *("bench", str(tiny_model("llama")), "--num-gpu-blocks-override", "64", "--device", "cpu"),
         *("--num-prompts", "6", "--max-concurrency", "1", "--input-len", "48", "--prefix-len", "32"),
-        *("--output-len", "5", "--slo-e2e", "10min", "--save", str(saved), "--json"),
+        *("--output-len", "5", "--slo-e2e", "10min", "--save", str(saved), "--save-detailed", str(detailed), "--json"),
     )
     assert outcome.code == 0
     report = outcome.json
     assert (report["completed"], report["failed"]) == (6, 0)
     assert (report["input_tokens"], report["output_tokens"]) == (6 * 48, 6 * 5)
     assert report["token_counts"] == "exact per chunk"
-    assert (report["ttft_ms"]["count"], report["tpot_ms"]["count"]) == (6, 6)
-    assert 6 <= report["itl_ms"]["count"] <= 24  # a busy event loop gets several tokens at once
+    requests = [line for line in map(json.loads, detailed.read_text().splitlines()) if line["kind"] == "request"]
+    assert [sum(tokens for _, tokens in request["chunks"]) for request in requests] == [5] * 6
+    # All tokens after the first chunk have an ITL: 24, or less if a busy event loop merged tokens into first chunks.
+    gaps = sum(5 - request["chunks"][0][1] for request in requests)
+    assert (report["ttft_ms"]["count"], report["tpot_ms"]["count"], report["itl_ms"]["count"]) == (6, 6, gaps)
     assert report["prefix_hit_rate"] == pytest.approx(5 * 32 / (6 * 48))
     assert report["preemptions"] == 0
     assert report["attainment"] == {"e2e": 1.0, "all": 1.0}
