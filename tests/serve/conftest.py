@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
-from scripted import ScriptedServer
+from scripted import EOS, ScriptedServer
 
 
 @pytest.fixture
@@ -44,3 +45,18 @@ def server(shared_server: ScriptedServer) -> Iterator[ScriptedServer]:
 def http(server: ScriptedServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=20) as client:
         yield client
+
+
+@pytest.fixture
+def say(server: ScriptedServer) -> Callable[[str], None]:
+    """Return a function that sets the text of all answers."""
+
+    def say(text: str) -> None:
+        server.script.alphabet = [*server.ids(text), EOS]
+
+    return say
+
+
+@pytest.fixture
+def client(server: ScriptedServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)

@@ -193,11 +193,6 @@ def test_a_final_message_is_continued(http: httpx.Client, server: ScriptedServer
 # -- the OpenAI client ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def client(server: ScriptedServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-
-
 def test_client_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "llmsched"

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import EOS, MODEL, ScriptedServer
+from scripted import MODEL, ScriptedServer
 from tool_templates import THINKING_TEMPLATE
 
 from llmsched.cli.serve.choices import ChoiceDelta
@@ -37,21 +37,6 @@ def shared_server() -> Iterator[ScriptedServer]:
     server = ScriptedServer(chat_template=THINKING_TEMPLATE, **settings).start()
     yield server
     server.close()
-
-
-@pytest.fixture
-def say(server: ScriptedServer) -> Callable[[str], None]:
-    """Return a function that sets the text of all answers."""
-
-    def say(text: str) -> None:
-        server.script.alphabet = [*server.ids(text), EOS]
-
-    return say
-
-
-@pytest.fixture
-def client(server: ScriptedServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
 
 
 def outline(response: Any) -> list[tuple[str, ...]]:

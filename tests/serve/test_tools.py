@@ -47,21 +47,6 @@ def shared_server() -> Iterator[ScriptedServer]:
     server.close()
 
 
-@pytest.fixture
-def say(server: ScriptedServer) -> Callable[[str], None]:
-    """Return a function that sets the text of all answers."""
-
-    def say(text: str) -> None:
-        server.script.alphabet = [*server.ids(text), EOS]
-
-    return say
-
-
-@pytest.fixture
-def client(server: ScriptedServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-
-
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(model=MODEL, **{"messages": HELLO, "tools": TOOLS, **fields})
 
