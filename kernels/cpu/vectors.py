@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -61,58 +62,45 @@ def score_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, 
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        query, head, keys, key, scores, place = args
-        dim = columns(context, builder, signature.args[0], query)
-        query_row = address(context, builder, signature.args[0], query, head)
-        rows = [
-            address(context, builder, signature.args[2], keys, builder.add(key, key.type(number)))
-            for number in range(KEYS)
-        ]
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(KEYS)]
-        with cgutils.for_range_slice(builder, dim.type(0), dim, dim.type(LANES), dim.type) as (d, _):
-            x = load(builder, query_row, d)
-            for row, total in zip(rows, sums, strict=True):
-                builder.store(multiply_add(builder, x, load(builder, row, d), builder.load(total)), total)
-        target = address(context, builder, signature.args[4], scores, head, place)
-        found = sum_each(builder, [builder.load(total) for total in sums])
-        builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
-        return context.get_dummy_value()
+        return write_scores(context, builder, signature, args, VECTOR, partial(multiply_add, builder))
 
     return types.void(query, types.intp, keys, types.intp, scores, types.intp), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def score_bf16_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: Any, scores: Any, place: Any) -> Any:
-    """Set scores[head, place + i] to query[head] . keys[key + i], for i from 0 to KEYS - 1.
-
-    All arrays are contiguous matrices: `query` and `keys` of bfloat16 (as uint16), `scores` of float32. The CPU must
-    have MULTIPLIES_BF16.
-    """
+    """Do the same as `score_keys` for `query` and `keys` of bfloat16 (as uint16). The CPU must have MULTIPLIES_BF16."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        query, head, keys, key, scores, place = args
-        dim = columns(context, builder, signature.args[0], query)
-        query_row = address(context, builder, signature.args[0], query, head)
-        rows = [
-            address(context, builder, signature.args[2], keys, builder.add(key, key.type(number)))
-            for number in range(KEYS)
-        ]
         pairs = ir.VectorType(ir.IntType(32), LANES)
         dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VECTOR, [VECTOR, pairs, pairs]), _DOT)
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(KEYS)]
-        with cgutils.for_range_slice(builder, dim.type(0), dim, dim.type(2 * LANES), dim.type) as (d, _):
-            x, *others = [
-                builder.load(builder.bitcast(builder.gep(each, [d]), pairs.as_pointer()), align=2)
-                for each in (query_row, *rows)
-            ]
-            for y, total in zip(others, sums, strict=True):
-                builder.store(builder.call(dot, [builder.load(total), x, y]), total)
-        target = address(context, builder, signature.args[4], scores, head, place)
-        found = sum_each(builder, [builder.load(total) for total in sums])
-        builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
-        return context.get_dummy_value()
+        return write_scores(
+            context, builder, signature, args, pairs, lambda one, other, total: builder.call(dot, [total, one, other])
+        )
 
     return types.void(query, types.intp, keys, types.intp, scores, types.intp), codegen
+
+
+def write_scores(context: Any, builder: Any, signature: Any, args: Any, vector: Any, add: Callable[..., Any]) -> Any:
+    """Generate the code of `score_keys`. `add(query, key, total)` adds products of numbers read as `vector`."""
+    query, head, keys, key, scores, place = args
+    dim = columns(context, builder, signature.args[0], query)
+    query_row = address(context, builder, signature.args[0], query, head)
+    rows = [
+        address(context, builder, signature.args[2], keys, builder.add(key, key.type(number))) for number in range(KEYS)
+    ]
+    sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(KEYS)]
+    number_bits = signature.args[0].dtype.bitwidth
+    step = dim.type(32 // number_bits * LANES)
+    with cgutils.for_range_slice(builder, dim.type(0), dim, step, dim.type) as (d, _):
+        x = load(builder, query_row, d, vector, number_bits // 8)
+        for row, total in zip(rows, sums, strict=True):
+            y = load(builder, row, d, vector, number_bits // 8)
+            builder.store(add(x, y, builder.load(total)), total)
+    target = address(context, builder, signature.args[4], scores, head, place)
+    found = sum_each(builder, [builder.load(total) for total in sums])
+    builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
+    return context.get_dummy_value()
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -176,8 +164,8 @@ def address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, c
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
 
 
-def load(builder: Any, row: Any, place: Any) -> Any:
-    return builder.load(builder.bitcast(builder.gep(row, [place]), VECTOR.as_pointer()), align=4)
+def load(builder: Any, row: Any, place: Any, vector: Any = VECTOR, align: int = 4) -> Any:
+    return builder.load(builder.bitcast(builder.gep(row, [place]), vector.as_pointer()), align=align)
 
 
 def broadcast(builder: Any, pointer: Any) -> Any:
