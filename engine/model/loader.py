@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from llmsched.engine.model.checkpoint import StateDict
     from llmsched.engine.model.kv_scales import ScaleName
     from llmsched.kernels.packed_matrix import PackedMatrix
 
@@ -154,27 +155,11 @@ def load_model(
     """
     import transformers
 
-    from llmsched.engine.model.checkpoint import check_unquantised, open_checkpoint, with_progress
-    from llmsched.engine.model.kv_scales import without_scales
+    from llmsched.engine.model.checkpoint import with_progress
 
     matrices: dict[str, PackedMatrix] = {}
     settings, config = _without_quantization(config)
-    if source.gguf is not None and (packed or source.kind == "gguf"):
-        from llmsched.engine.model.gguf_file import read_gguf
-        from llmsched.engine.model.gguf_weights import gguf_state_dict
-
-        weights = gguf_state_dict(read_gguf(source.gguf), matrices if packed else None, dtype)
-    elif settings:
-        from llmsched.engine.model.quantised_weights import dequantised_state_dict
-
-        stored = without_scales(open_checkpoint(source.path))
-        kept = matrices if packed else None
-        weights = dequantised_state_dict(
-            stored, settings, f"model {source.spec}", kept, dtype, model_type=config.model_type
-        )
-    else:
-        weights = without_scales(open_checkpoint(source.path))
-        check_unquantised(weights, f"model {source.spec}")
+    weights = _open_weights(source, config, settings, dtype, matrices if packed else None)
     if quantization is not None:
         from llmsched.engine.model.online_quantization import quantised_state_dict
 
@@ -206,6 +191,35 @@ def load_model(
     _move(model, device, progress)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _open_weights(
+    source: ModelSource,
+    config: PretrainedConfig,
+    settings: Mapping[str, Any],
+    dtype: torch.dtype,
+    matrices: dict[str, PackedMatrix] | None,
+) -> StateDict:
+    """Return the tensors of a model, which are read when they are used. `settings` are its quantization_config.
+
+    If `matrices` is given, quantised matrices are added to it, and have placeholders in the result. None: they are
+    dequantised.
+    """
+    from llmsched.engine.model.checkpoint import check_unquantised, open_checkpoint
+    from llmsched.engine.model.kv_scales import without_scales
+
+    if source.gguf is not None and (matrices is not None or source.kind == "gguf"):
+        from llmsched.engine.model.gguf_file import read_gguf
+        from llmsched.engine.model.gguf_weights import gguf_state_dict
+
+        return gguf_state_dict(read_gguf(source.gguf), matrices, dtype)
+    stored, subject = without_scales(open_checkpoint(source.path)), f"model {source.spec}"
+    if not settings:
+        check_unquantised(stored, subject)
+        return stored
+    from llmsched.engine.model.quantised_weights import dequantised_state_dict
+
+    return dequantised_state_dict(stored, settings, subject, matrices, dtype, model_type=config.model_type)
 
 
 def _without_quantization(config: PretrainedConfig) -> tuple[Mapping[str, Any], PretrainedConfig]:
