@@ -13,9 +13,8 @@ from torch import Tensor
 
 from llmsched.kernels.activations import Activation
 from llmsched.kernels.experts import Gate, Matrices, Routing, count_experts
-from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.triton.experts import expert_kernel, order_kernel, route_kernel
-from llmsched.kernels.triton.packed_products import FLOAT_8, INTEGER, TABLE
+from llmsched.kernels.triton.packed_products import integer_codes
 
 #: Pairs that the ordering kernel reads at a time.
 ORDER_BLOCK = 1024
@@ -104,7 +103,8 @@ def _product(
     """Return the products of all experts, the first ones if `gate` is given, else the second ones."""
     num_pairs, num_experts, (*_, size) = len(order), len(starts) - 1, matrices.shape
     packed = None if isinstance(matrices, Tensor) else matrices
-    numbers, coding = (matrices, 0) if isinstance(matrices, Tensor) else _codes(matrices, num_experts)
+    numbers, coding = (matrices, 0) if isinstance(matrices, Tensor) else integer_codes(matrices)
+    numbers = numbers.view(num_experts, -1, numbers.shape[-1])
     width = numbers.shape[1]
     output = rows.new_empty(num_pairs, width if gate is None else width // 2)
     tiling = choose_expert_tiling(num_pairs, num_experts, rows.element_size())
@@ -145,14 +145,6 @@ def _product(
         enable_fp_fusion=True,
     )
     return output
-
-
-def _codes(matrix: PackedMatrix, num_experts: int) -> tuple[Tensor, int]:
-    """Return the codes of a packed matrix as integers [E, M, bytes], and their kind: INTEGER, TABLE or FLOAT_8."""
-    codes = matrix.codes.view(num_experts, -1, matrix.codes.shape[1])
-    if codes.dtype == torch.float8_e4m3fn:
-        return codes.view(torch.int8), FLOAT_8.value
-    return codes, INTEGER.value if matrix.table is None else TABLE.value
 
 
 def power_of_two(size: int) -> int:

@@ -170,6 +170,13 @@ def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None, gpu
     return output
 
 
+def integer_codes(matrix: PackedMatrix) -> tuple[Tensor, int]:
+    """Return the codes of a packed matrix as integers, and their kind: INTEGER, TABLE or FLOAT_8."""
+    if matrix.codes.dtype == torch.float8_e4m3fn:
+        return matrix.codes.view(torch.int8), FLOAT_8.value
+    return matrix.codes, INTEGER.value if matrix.table is None else TABLE.value
+
+
 def _compile(rows: Tensor, matrix: PackedMatrix, bias: Tensor | None, output: Tensor, gpu: Gpu) -> None:
     """Compile the kernels for products of any number of rows with a matrix, if this is the first such matrix."""
     types = [None if part is None else part.dtype for part in (rows, bias, *matrix)]
@@ -183,17 +190,17 @@ def _compile(rows: Tensor, matrix: PackedMatrix, bias: Tensor | None, output: Te
 
 def _multiply(rows: Tensor, matrix: PackedMatrix, bias: Tensor | None, output: Tensor, first: int, gpu: Gpu) -> None:
     """Write rows @ matrix.T + bias to the columns of `output` from `first` on."""
-    codes, scales, offsets, table, _ = matrix
+    numbers, coding = integer_codes(matrix)
+    _, scales, offsets, table, _ = matrix
     (num_outputs, size), num_rows = matrix.shape, len(rows)
     tiling = choose_tiling(num_rows, rows.element_size())
-    num_parts = count_shares(tiling, num_outputs, codes.shape[1], gpu)
+    num_parts = count_shares(tiling, num_outputs, numbers.shape[1], gpu)
     shared, stride = num_parts > 1, output.stride(0)
     written = rows.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32) if shared else output
-    coding = TABLE if table is not None else FLOAT_8 if codes.dtype == torch.float8_e4m3fn else INTEGER
     grid = (-(-num_outputs // tiling.block_m), -(-num_rows // tiling.block_t), num_parts)
     product_kernel[grid](
         rows,
-        codes.view(torch.int8) if coding == FLOAT_8 else codes,
+        numbers,
         scales,
         scales if offsets is None else offsets,
         scales if table is None else table,
