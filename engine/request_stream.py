@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
@@ -79,10 +80,13 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
 
 
 class OpenStreams(dict[str, RequestStream]):
-    """Streams of the requests that have not ended, by request id. For use on the event loop only."""
+    """Streams of the requests that have not ended, by request id. For use on the event loop only, except `post`."""
 
     def __init__(self) -> None:
         super().__init__()
+        #: Outputs of steps that have not been delivered yet, and whether `deliver` has been asked for.
+        self.posted: deque[list[RequestOutput]] = deque()
+        self._delivery_is_due = False
         #: Set while no stream is open.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -91,8 +95,18 @@ class OpenStreams(dict[str, RequestStream]):
         self[stream.request_id] = stream
         self.idle.clear()
 
-    def deliver(self, steps: list[list[RequestOutput]]) -> None:
-        """Hand the outputs of one or more steps to their streams, those of one choice as one output."""
+    def post(self, outputs: list[RequestOutput]) -> bool:
+        """Add a step's outputs, in the engine's thread. Return True if the event loop must be told to `deliver`."""
+        self.posted.append(outputs)
+        if self._delivery_is_due:  # not written then, because `deliver` may be resetting it
+            return False
+        self._delivery_is_due = True
+        return True
+
+    def deliver(self) -> None:
+        """Hand the posted outputs to their streams, those of one choice as one output."""
+        self._delivery_is_due = False  # before the outputs are read, so that nothing stays posted
+        steps = [self.posted.popleft() for _ in range(len(self.posted))]
         for output in steps[0] if len(steps) == 1 else _merged(steps):
             if (stream := self.get(output.request_id)) is not None:
                 stream.deliver(output)

@@ -7,7 +7,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,9 +43,6 @@ class AsyncEngine:
         self.draining = False
         self.error: str | None = None  # why the engine has ended
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        #: Outputs of steps that the event loop has not delivered yet, and whether it has been told to.
-        self._outbox: deque[list[RequestOutput]] = deque()
-        self._delivery_is_due = False
         self._streams = OpenStreams()
         self._calls: set[asyncio.Future[Any]] = set()
         self._stats = core.stats()
@@ -191,11 +187,6 @@ class AsyncEngine:
         """Run `action` in the engine's thread. If `action` fails, call `fail` with the error on the event loop."""
         self._inbox.put(lambda: self._attempt(action, fail))
 
-    def _deliver(self) -> None:
-        self._delivery_is_due = False  # before the outbox is read, so that nothing stays in it
-        if steps := [self._outbox.popleft() for _ in range(len(self._outbox))]:
-            self._streams.deliver(steps)
-
     def _fail_all(self, reason: str) -> None:
         for request_id in list(self._streams):
             self._streams.fail(request_id, EngineDeadError(reason))
@@ -273,11 +264,8 @@ class AsyncEngine:
 
     def _post(self, outputs: list[RequestOutput]) -> None:
         self.core.observe(self._refresh)
-        if outputs:
-            self._outbox.append(outputs)
-            if not self._delivery_is_due:
-                self._delivery_is_due = True
-                self._on_loop(self._deliver)
+        if outputs and self._streams.post(outputs):
+            self._on_loop(self._streams.deliver)
 
     def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None

@@ -189,7 +189,7 @@ async def test_outputs_that_a_busy_event_loop_delivers_late_are_passed_on_as_one
 
     stream.pass_on = pass_on
     it.executor.run_freely()
-    while len(it.service._outbox) < 6:
+    while len(it.service._streams.posted) < 6:
         time.sleep(0)  # the event loop must not run
     assert [output.num_output_tokens for output in await read(stream)] == [6]
     assert passed_on == [[97, 98, 99, 100, 101, 102]]
