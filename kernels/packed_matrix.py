@@ -66,3 +66,9 @@ class PackedMatrix(NamedTuple):
             numbers += self.offsets.float()[..., None]
         matrix = numbers.flatten(1)
         return matrix if self.order is None else matrix[:, self.order.argsort()]
+
+
+def packed_pairs(codes: Tensor) -> Tensor:
+    """Return 4-bit codes, uint8 [A, N], with two codes in a byte, [A, N / 2], in the order of a PackedMatrix."""
+    halves = codes.reshape(len(codes), -1, 2, BLOCK // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)

@@ -46,6 +46,11 @@ class LazyTensor:
 StateDict = Mapping[str, LazyTensor]
 
 
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of zeros that takes no memory."""
+    return torch.zeros((), dtype=dtype).expand(*shape)
+
+
 def open_checkpoint(directory: Path) -> StateDict:
     """Open the weights in a Hugging Face directory: safetensors files, or else pytorch_model.bin files.
 

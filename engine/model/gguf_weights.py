@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.checkpoint import LazyTensor, StateDict, some
+from llmsched.engine.model.checkpoint import LazyTensor, StateDict, placeholder, some
 from llmsched.engine.model.gguf_config import gguf_config, gguf_generation_config
 from llmsched.engine.model.gguf_dequantize import dequantized
 from llmsched.engine.model.gguf_file import ROPE_TABLES, Array, GGUFFile, read_gguf
@@ -71,7 +71,7 @@ def gguf_state_dict(
         def pack() -> torch.Tensor:
             assert packed_matrices is not None
             packed_matrices[target] = _packed(file, name)
-            return torch.zeros((), dtype=dtype).expand(file.tensors[name].shape)
+            return placeholder(file.tensors[name].shape, dtype)
 
         if packed_matrices is not None and packing_of(file.tensors[name]):
             return LazyTensor(pack)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from llmsched.engine.architecture.online_quantization import OnlineFormat, format_of
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.checkpoint import LazyTensor, StateDict
-from llmsched.kernels.packed_matrix import BLOCK, PackedMatrix
+from llmsched.engine.model.checkpoint import LazyTensor, StateDict, placeholder
+from llmsched.kernels.packed_matrix import PackedMatrix, packed_pairs
 
 #: Numbers of a matrix that are rounded at a time.
 TILE_NUMBERS = 1 << 24
@@ -33,7 +33,7 @@ def quantised_state_dict(
             packed_matrices[name] = matrix = quantised(values, chosen)
             if not all(part.isfinite().all() for part in (matrix.scales, matrix.offsets) if part is not None):
                 raise ModelError(f"{name} has numbers that are not finite, and cannot be rounded to {chosen.name}")
-            return torch.zeros((), dtype=dtype).expand(values.shape)
+            return placeholder(values.shape, dtype)
 
         return LazyTensor(read)
 
@@ -67,8 +67,7 @@ def _to_int4(groups: Tensor) -> tuple[Tensor, ...]:
     least, largest = groups.aminmax(dim=2, keepdim=True)
     scales, offsets = ((largest - least) / 15).bfloat16(), least.bfloat16()
     codes = ((groups - offsets.float()) / _divisor(scales)).round().clamp(0, 15).to(torch.uint8)
-    low, high = codes.view(len(codes), -1, 2, BLOCK // 2).unbind(2)
-    return (low | high << 4).flatten(1), scales.flatten(1), offsets.flatten(1)
+    return packed_pairs(codes.flatten(1)), scales.flatten(1), offsets.flatten(1)
 
 
 def _divisor(scales: Tensor) -> Tensor:

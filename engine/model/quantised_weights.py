@@ -14,8 +14,8 @@ from torch import Tensor
 from llmsched.engine.architecture.quantised_layouts import STATE, joined_experts, read_matrices
 from llmsched.engine.architecture.quantised_matrix import Layout, QuantisedMatrix, Stored
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.checkpoint import LazyTensor, StateDict
-from llmsched.kernels.packed_matrix import BLOCK, PackedMatrix
+from llmsched.engine.model.checkpoint import LazyTensor, StateDict, placeholder
+from llmsched.kernels.packed_matrix import PackedMatrix, packed_pairs
 
 #: Returns the tensor of a part, such as "weight_scale".
 Get = Callable[[str], Tensor]
@@ -67,8 +67,8 @@ def dequantised_state_dict(
     def kept(name: str, shape: tuple[int, ...], members: Sequence[QuantisedMatrix]) -> LazyTensor:
         def pack() -> Tensor:
             assert packed_matrices is not None
-            packed_matrices[name] = joined_rows([read(matrix) for matrix in members])
-            return torch.zeros((), dtype=dtype).expand(shape)
+            packed_matrices[name] = concatenated([read(matrix) for matrix in members])
+            return placeholder(shape, dtype)
 
         return LazyTensor(pack)
 
@@ -91,7 +91,7 @@ def dequantised_state_dict(
     return plain | others | {name: joined(name, members) for name, members in experts.items()}
 
 
-def joined_rows(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+def concatenated(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
     """Concatenate the rows of matrices of one kind."""
     if len(matrices) == 1:
         return matrices[0]
@@ -118,8 +118,7 @@ def packed(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any], where
         order = groups.argsort(stable=True)
         codes = codes[:, order]
     if matrix.bits == 4:
-        halves = codes.reshape(len(codes), -1, 2, BLOCK // 2)
-        codes = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+        codes = packed_pairs(codes)
     return PackedMatrix(codes.contiguous(), scales, offsets, table, order)
 
 
@@ -216,8 +215,7 @@ def packed_experts(get: Get) -> PackedMatrix:
     blocks, scales = get("blocks"), _floats(get("scales"))
     codes = torch.empty_like(blocks)
     for pairs, output in zip(blocks, codes, strict=True):
-        halves = _unpacked(pairs.flatten(0, 1), 4).view(*pairs.shape[:2], 2, BLOCK // 2)
-        torch.bitwise_or(halves[:, :, 0], halves[:, :, 1] << 4, out=output)
+        output.copy_(packed_pairs(_unpacked(pairs.flatten(0, 1), 4)).view_as(output))
     return PackedMatrix(codes.view(-1, codes[0, 0].numel()), scales.reshape(-1, scales.shape[2]), table=FP4.clone())
 
 
