@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, ParamSpec, Unpack
 
 from llmsched.engine.config import Limits, ResolvedConfig
-from llmsched.engine.errors import RequestError
+from llmsched.engine.errors import DeadlineError, RequestError
 from llmsched.engine.executor.base import Executor
 from llmsched.engine.grammar.compiler import GrammarCompiler, Vocabulary
 from llmsched.engine.kv.manager import KVManager
@@ -22,6 +23,7 @@ from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.output import OutputStream
 from llmsched.engine.prompt_changes import PromptChanges
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
+from llmsched.engine.scheduler.deadlines import Deadlines
 from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.stats import EngineStats, StatsRecorder
 from llmsched.engine.step_loop import StepLoop
@@ -74,6 +76,7 @@ class Engine(StepLoop):
         if plan is not None:
             self.metrics.add_memory(plan.parts, self.scheduler.kv_usage())
         self.prefixes = PrefixAdmin(self)
+        self._deadlines = Deadlines(self.scheduler, clock)
         self.recorder = StatsRecorder(self.scheduler, self.metrics, clock)
         self._streams: dict[str, OutputStream] = {}
         #: Names of the sequences that have not ended, by request id.
@@ -118,11 +121,13 @@ class Engine(StepLoop):
         priority: int = 0,
         cache_salt: str = "",
         arrival_time: float | None = None,
+        deadline: float = math.inf,
         limit_queue: bool = True,
     ) -> None:
         """Queue a request. Each of its n choices becomes a sequence. If an error is raised, nothing is queued.
 
-        `arrival_time` is in seconds of the engine's clock (default: now). Raises RequestError for a request that can
+        `arrival_time` (default: now) and `deadline` are in seconds of the engine's clock. A choice that cannot end by
+        the deadline is dropped with FinishReason.DEADLINE. Raises RequestError for a request that can
         never be served or whose `request_id` is in use. With `limit_queue`, raises QueueFullError if more than
         max_queue_size sequences would wait.
         """
@@ -148,9 +153,11 @@ class Engine(StepLoop):
                     arrival_time=arrival,
                     priority=priority,
                     cache_salt=cache_salt,
+                    deadline=deadline,
                 )
                 self._streams[name] = OutputStream(request, request_id, index, self.tokenizer)
                 self.scheduler.add(request)
+                self._deadlines.watch(request)
         except Exception:
             for name in self._streams.keys() & names:
                 self.scheduler.finish(self._streams.pop(name).request, FinishReason.ERROR)
@@ -161,14 +168,50 @@ class Engine(StepLoop):
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request in any state. Return the last output of each choice that had not ended."""
-        outputs = []
-        for name in list(self.open_sequences.get(request_id, ())):
-            stream = self._streams[name]
-            self.scheduler.finish(stream.request, FinishReason.ABORT)
-            outputs.append(stream.new_output(FinishReason.ABORT))
-            self._end(stream, FinishReason.ABORT)
+        names = list(self.open_sequences.get(request_id, ()))
+        outputs = [self._drop(self._streams[name], FinishReason.ABORT) for name in names]
         self.observe(self.recorder.update)
         return outputs
+
+    def _drop(self, stream: OutputStream, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        self.scheduler.finish(stream.request, reason)
+        output = stream.new_output(reason, error)
+        self._end(stream, reason)
+        return output
+
+    def check_deadline(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        *,
+        deadline: float,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Raise DeadlineError if the first tokens of requests with these prompts are predicted after `deadline`."""
+        now = self.clock()
+        new = [
+            Request(
+                f"prompt {index}",
+                prompt,
+                len(prompt),
+                SamplingParams(max_tokens=max_tokens),
+                seed=0,
+                stop_ids=frozenset(),
+                arrival_time=now,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        needed = self._deadlines.seconds_to_first_token(new) or 0.0
+        if now + needed > deadline:
+            left = max(0.0, deadline - now)
+            raise DeadlineError(
+                f"the deadline is in {left:.3g} s, but the first token is predicted in {needed:.3g} s; "
+                "allow more time, or send the request again later",
+                max(1.0, needed - left),
+            )
 
     def retry_after(self) -> float:
         if len(self._finish_times) < 2:
@@ -181,15 +224,18 @@ class Engine(StepLoop):
     def step(self) -> list[RequestOutput]:
         """Compute one step and return the new outputs.
 
-        Returns an empty list while the scheduler waits for more requests. If this method raises an exception, the
+        While the scheduler waits for more requests, nothing is computed. If this method raises an exception, the
         engine cannot continue. If the text of an output cannot be made, only that sequence ends, with
         FinishReason.ERROR.
         """
+        outputs = [
+            self._drop(self._streams[request.request_id], FinishReason.DEADLINE, reason)
+            for request, reason in self._deadlines.take_hopeless()
+        ]
         if self.idle_until() is not None:
-            return []
+            return outputs
         plan, updates = self.run_step()
         now = self.clock()
-        outputs = []
         for update in updates:
             if update.result.error is not None:
                 self.num_bad_rows += not update.result.caused_by_request

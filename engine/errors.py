@@ -85,6 +85,10 @@ class QueueFullError(LlmschedError):
         self.retry_after = retry_after
 
 
+class DeadlineError(QueueFullError):
+    """Error for a request that is refused because its first token is predicted after its deadline (HTTP 429)."""
+
+
 class EngineDeadError(LlmschedError):
     """Error for a request to an engine that has failed, has stopped or is shutting down (HTTP 503)."""
 

@@ -108,6 +108,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or max_model_len was reached
     ABORT = "abort"  # for example, the client disconnected
     ERROR = "error"  # see RequestOutput.error
+    DEADLINE = "deadline"  # the request could not meet its deadline, see RequestOutput.error
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +154,7 @@ class Request(Sequence):
 
     arrival_time: float = 0.0
     priority: int = 0
+    deadline: float = math.inf  # by which all output is wanted
     rank: float = 0.0  # order in the queue, lowest first
     cache_salt: str = ""
     status: RequestStatus = RequestStatus.WAITING

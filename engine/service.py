@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -91,6 +92,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        deadline: float = math.inf,
     ) -> RequestStream:
         """Hand a request to the engine and return the stream of its outputs.
 
@@ -127,6 +129,7 @@ class AsyncEngine:
                     priority=priority,
                     cache_salt=cache_salt,
                     arrival_time=arrival_time,
+                    deadline=deadline,
                     limit_queue=False,
                 )
 

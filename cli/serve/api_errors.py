@@ -9,7 +9,7 @@ from typing import Any
 from fastapi.responses import Response
 from pydantic_core import to_json
 
-from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError, RequestError
+from llmsched.engine.errors import DeadlineError, EngineDeadError, LlmschedError, QueueFullError, RequestError
 
 
 class ApiError(LlmschedError):
@@ -44,6 +44,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -56,7 +57,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), param=error.param, code=error.code)
         case QueueFullError():
             seconds = str(math.ceil(error.retry_after))
-            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
+            code = "deadline_too_early" if isinstance(error, DeadlineError) else "queue_full"
+            return ApiError(429, str(error), code=code, headers={"Retry-After": seconds})
         case EngineDeadError():
             return ApiError(503, str(error), code="engine_unavailable")
         case _:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,14 +27,19 @@ from llmsched.cli.serve.prefix_routes import prefix_cache_routes
 from llmsched.cli.serve.preparation_turns import PreparationTurns
 from llmsched.cli.serve.prompt_preparation import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import (
-    CLASS_HEADER,
     MAX_VALUES,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     ModelRequest,
     parse,
+)
+from llmsched.cli.serve.request_context import (
+    CLASS_HEADER,
+    DEADLINE_HEADER,
+    RequestContext,
     priority_of,
+    seconds_allowed,
 )
 from llmsched.cli.serve.responses_answer import ResponsesAnswer, ResponsesFormat
 from llmsched.cli.serve.responses_request import ResponsesRequest
@@ -215,15 +221,17 @@ class _ServedModel:
         make_format: Callable[[G, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
         self._check_open()
+        arrival = self._engine.core.clock()
         request, prompts = await self.prepare(http, schema, prepare)
-        return await self._respond(http, make_format(request, prompts, self._writer), CompletionResponse)
+        return await self._respond(http, arrival, make_format(request, prompts, self._writer), CompletionResponse)
 
     async def answer_response(self, http: Request) -> Response:
         """Answer a request to /v1/responses."""
         self._check_open()
+        arrival = self._engine.core.clock()
         request, prompts = await self.prepare(http, ResponsesRequest, self.preparer.response)
         choice_format = ResponsesFormat(request.chat, prompts, self._writer)
-        return await self._respond(http, choice_format, partial(ResponsesAnswer, request))
+        return await self._respond(http, arrival, choice_format, partial(ResponsesAnswer, request))
 
     def _check_open(self) -> None:
         if self._engine.draining:
@@ -233,13 +241,33 @@ class _ServedModel:
     async def _respond(
         self,
         http: Request,
+        arrival: float,
         choice_format: F,
-        make_response: Callable[[AsyncEngine, F, str, int, str], CompletionResponse],
+        make_response: Callable[[AsyncEngine, F, str, RequestContext], CompletionResponse],
     ) -> Response:
-        request = choice_format.request
-        priority = priority_of(request.priority, http.headers.get(CLASS_HEADER))
-        response = make_response(self._engine, choice_format, self._model_name, priority, http.state.request_id)
+        request, headers = choice_format.request, http.headers
+        context = RequestContext(
+            http.state.request_id,
+            priority_of(request.priority, headers.get(CLASS_HEADER)),
+            arrival + seconds_allowed(request.timeout, headers.get(DEADLINE_HEADER)),
+        )
+        if context.deadline < math.inf:
+            await self._check_deadline(choice_format, context)
+        response = make_response(self._engine, choice_format, self._model_name, context)
         self.answer_ids.add(http.state.request_id, response.id)
         if request.stream:
             return EventStream(response.events, response.abort, self.limits.sse_keep_alive)
         return json_response(await until_disconnect(http.receive, response.whole()))
+
+    async def _check_deadline(self, choice_format: ChoiceFormat, context: RequestContext) -> None:
+        """Raise DeadlineError if the first token is predicted to miss the deadline."""
+        prompts = choice_format.prompts
+        await self._engine.call(
+            lambda core: core.check_deadline(
+                [prompt.token_ids for prompt in prompts],
+                max(prompt.sampling.max_tokens for prompt in prompts),
+                deadline=context.deadline,
+                priority=context.priority,
+                cache_salt=choice_format.request.cache_salt or "",
+            )
+        )

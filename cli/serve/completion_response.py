@@ -9,6 +9,7 @@ from typing import Any
 
 from llmsched.cli.serve.api_errors import ApiError, api_error
 from llmsched.cli.serve.choices import ChoiceDelta, ChoiceFormat
+from llmsched.cli.serve.request_context import RequestContext
 from llmsched.cli.serve.sse_response import DONE, event, json_line
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import FinishReason, RequestOutput
@@ -39,11 +40,10 @@ class CompletionResponse:
         engine: AsyncEngine,
         choice_format: ChoiceFormat,
         model_name: str,
-        priority: int = 0,
-        http_request_id: str = "",
+        context: RequestContext | None = None,
     ) -> None:
         self.id = f"{choice_format.id_prefix}-{uuid.uuid4().hex}"
-        self._http_request_id = http_request_id
+        self._context = context = context or RequestContext()
         self._format = choice_format
         self._head = {"created": int(time.time()), "model": model_name}
         #: The latest output of each choice, by prompt index and choice index.
@@ -65,8 +65,9 @@ class CompletionResponse:
                     name,
                     prompt.token_ids,
                     prompt.sampling,
-                    priority=priority,
+                    priority=context.priority,
                     cache_salt=request.cache_salt or "",
+                    deadline=context.deadline,
                 )
                 stream.ready = self._ready
                 self._streams.append(stream)
@@ -114,7 +115,7 @@ class CompletionResponse:
         except Exception as error:
             known = api_error(error)
             if known.code == "internal_error":
-                logger.exception("request %s (X-Request-Id %s) failed", self.id, self._http_request_id)
+                logger.exception("request %s (X-Request-Id %s) failed", self.id, self._context.request_id)
             yield event(known.body())
         finally:
             self.abort()
@@ -205,6 +206,8 @@ def _failure(output: RequestOutput) -> ApiError | None:
     """Return the error to report if a choice failed or was aborted."""
     if output.finish_reason is FinishReason.ERROR:
         return ApiError(500, f"the request failed: {output.error}", code="generation_failed")
+    if output.finish_reason is FinishReason.DEADLINE:
+        return ApiError(504, f"the request was dropped: {output.error}", code="deadline_exceeded")
     if output.finish_reason is FinishReason.ABORT:
         return ApiError(503, "the request was ended by the server", code="aborted")
     return None

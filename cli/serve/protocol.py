@@ -33,6 +33,8 @@ MAX_CHOICES = 1024
 MAX_MESSAGES = 4096
 #: Most JSON values (token ids, messages, fields) of a request, besides those that the context has room for.
 MAX_VALUES = 1 << 18
+#: Longest time in seconds that a request may allow for its answer.
+MAX_TIMEOUT_S = 86_400
 #: Bytes of a body that are searched at once; meanwhile, no other thread runs.
 _SLICE_BYTES = 16 << 10
 _INT64 = 1 << 63
@@ -140,6 +142,8 @@ class GenerationRequest(ModelRequest):
     return_token_ids: bool | None = None
     #: Keep only the last tokens of a prompt, at most so many; -1: as many as the context has room for.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    #: Seconds from the arrival of the request by which its answer must be complete.
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -352,16 +356,3 @@ def _check_combinations(request: GenerationRequest, max_choices: int) -> None:
         raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
     if isinstance(request, ChatRequest):
         check_tools(request.tools or [], request.tool_choice)
-
-
-CLASS_HEADER = "x-llmsched-class"
-
-#: Priority of each request class; a lower number is more urgent.
-CLASSES = {"interactive": 0, "batch": 1}
-
-
-def priority_of(priority: int | None, class_name: str | None) -> int:
-    """Return `priority` or, if None, that of the class `class_name` (default: interactive). Raises RequestError."""
-    if class_name is not None and class_name not in CLASSES:
-        raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")
-    return CLASSES[class_name or "interactive"] if priority is None else priority

@@ -10,6 +10,7 @@ from typing import Any
 from llmsched.cli.serve.api_errors import api_error
 from llmsched.cli.serve.choices import ChatFormat, ChoiceDelta
 from llmsched.cli.serve.completion_response import CompletionResponse
+from llmsched.cli.serve.request_context import RequestContext
 from llmsched.cli.serve.responses_request import ResponsesRequest, renamed
 from llmsched.cli.serve.sse_response import json_line
 from llmsched.engine.errors import RequestError
@@ -102,12 +103,11 @@ class ResponsesAnswer(CompletionResponse):
         engine: AsyncEngine,
         choice_format: ResponsesFormat,
         model_name: str,
-        priority: int = 0,
-        http_request_id: str = "",
+        context: RequestContext | None = None,
     ) -> None:
         self._request = request
         try:
-            super().__init__(engine, choice_format, model_name, priority, http_request_id)
+            super().__init__(engine, choice_format, model_name, context)
         except RequestError as error:
             raise renamed(error) from error
 
@@ -150,7 +150,7 @@ class ResponsesAnswer(CompletionResponse):
         except Exception as error:
             known = api_error(error)
             if known.code == "internal_error":
-                logger.exception("response %s (X-Request-Id %s) failed", self.id, self._http_request_id)
+                logger.exception("response %s (X-Request-Id %s) failed", self.id, self._context.request_id)
             yield encoded({"type": "error", "code": known.code, "message": str(known), "param": known.param})
         finally:
             self.abort()
