@@ -23,6 +23,7 @@ from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import read_body, until_disconnect
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.middleware import with_cors
+from llmsched.cli.serve.openapi import describe, with_body
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
 from llmsched.cli.serve.preparation_turns import PreparationTurns
 from llmsched.cli.serve.prompt_preparation import PreparedPrompt, Preparer
@@ -32,6 +33,7 @@ from llmsched.cli.serve.protocol import (
     CompletionRequest,
     GenerationRequest,
     ModelRequest,
+    PrefixRequest,
     parse,
 )
 from llmsched.cli.serve.request_context import (
@@ -44,7 +46,7 @@ from llmsched.cli.serve.request_context import (
 from llmsched.cli.serve.responses_answer import ResponsesAnswer, ResponsesFormat
 from llmsched.cli.serve.responses_request import ResponsesRequest
 from llmsched.cli.serve.sse_response import EventStream
-from llmsched.cli.serve.tokenize_routes import tokenize_routes
+from llmsched.cli.serve.tokenize_routes import DetokenizeRequest, TokenizeRequest, tokenize_routes
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.parsers.notation import Notation, find_notation
@@ -55,6 +57,8 @@ G = TypeVar("G", bound=GenerationRequest)
 F = TypeVar("F", bound=ChoiceFormat)
 
 _ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize and /detokenize"
+#: Request bodies that /openapi.json describes.
+_BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest)
 #: Bodies up to this size are parsed at once; larger ones take turns.
 _SMALL_BYTES = 64 << 10
 
@@ -66,12 +70,14 @@ def build_app(
     limits: HttpLimits | None = None,
     notation: Notation | None = None,
 ) -> ASGIApp:
-    """Return the ASGI application that serves `engine`. `access` does not apply to /, /health and /metrics.
+    """Return the ASGI application that serves `engine`. `access` does not apply to /, /health, /metrics and
+    /openapi.json.
 
     `notation` says how the model writes tool calls and reasoning (default: as its chat template does).
     """
     access = access or Access()
-    app = FastAPI(title="llmsched", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="llmsched", version=version("llmsched"), docs_url=None, redoc_url=None)
+    describe(app, _BODIES)
     app.include_router(_open_routes(engine, has_key=access.api_key is not None))
     notation = notation or find_notation(engine.core.tokenizer)
     served = _ServedModel(engine, model_name, limits or HttpLimits(), notation)
@@ -150,15 +156,15 @@ def _model_routes(served: _ServedModel) -> APIRouter:
     async def embeddings() -> Response:
         raise ApiError(404, "this server generates text and computes no embeddings; ask a server of an embedding model")
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", openapi_extra=with_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         return await served.answer(request, CompletionRequest, served.preparer.completion, CompletionFormat)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=with_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         return await served.answer(request, ChatRequest, served.preparer.chat, ChatFormat)
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", openapi_extra=with_body(ResponsesRequest))
     async def responses(request: Request) -> Response:
         return await served.answer_response(request)
 

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from llmsched.cli import render
 from llmsched.cli.serve.api_errors import ApiError, json_response
+from llmsched.cli.serve.openapi import with_body
 from llmsched.cli.serve.prompt_preparation import Preparer
 from llmsched.cli.serve.protocol import PrefixRequest, parse
 from llmsched.engine.core import Engine
@@ -41,7 +42,7 @@ def prefix_cache_routes(
         pins = await engine.call(lambda core: core.prefixes.pins())
         return json_response({"object": "list", "data": [_pin_body(pin) for pin in pins]})
 
-    @router.post("/v1/prefixes")
+    @router.post("/v1/prefixes", openapi_extra=with_body(PrefixRequest))
     async def pin(http: Request) -> Response:
         if engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")

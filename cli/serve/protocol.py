@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    WithJsonSchema,
 )
 from pydantic_core import from_json
 
@@ -67,8 +68,17 @@ def _one_prompt(value: Any) -> Prompt:
     raise wrong("must be a text or a list of token ids")
 
 
-#: Validator that puts a single text into a list.
-_LISTED = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+_TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _TOKENS_SCHEMA]}
+_PROMPTS_SCHEMA = {"anyOf": [{"type": "string"}, _TOKENS_SCHEMA, {"type": "array", "items": _PROMPT_SCHEMA}]}
+
+#: A list of texts, of which a single one may be given without the list.
+_Texts = Annotated[
+    list[str],
+    Field(fail_fast=True),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
 
 
 def _int64(value: int) -> int:
@@ -94,6 +104,10 @@ def _token_biases(value: Any) -> dict[int, float]:
 
 
 Int = Annotated[int, AfterValidator(_int64)]
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
+_BIAS_SCHEMA = WithJsonSchema(
+    {"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": _BIAS}
+)
 
 
 class StreamOptions(Schema):
@@ -124,8 +138,8 @@ class GenerationRequest(ModelRequest):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int | None = None
-    stop: Annotated[list[str], Field(fail_fast=True), _LISTED] | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_token_biases)] | None = None
+    stop: _Texts | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_token_biases), _BIAS_SCHEMA] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -182,7 +196,7 @@ class CompletionRequest(GenerationRequest):
     #: max_tokens of a request without this field; less if the context has less room after the prompt.
     default_max_tokens: ClassVar[int] = 16
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     #: Accepted only if it equals n, because then it changes nothing.
@@ -260,7 +274,7 @@ class ChatRequest(TemplateOptions, GenerationRequest):
 class PrefixRequest(ModelRequest):
     """Body of POST /v1/prefixes: the beginning of prompts, as text, token ids or the first messages of chats."""
 
-    prompt: Annotated[Prompt, PlainValidator(_one_prompt)] | None = None
+    prompt: Annotated[Prompt, PlainValidator(_one_prompt), WithJsonSchema(_PROMPT_SCHEMA)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     ttl: float | None = None

@@ -10,7 +10,12 @@ from pydantic_core import PydanticCustomError
 class Schema(BaseModel):
     """Base class of objects in request bodies. It converts no types and rejects unknown fields."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},
+    )
 
     #: Fields of the API that this server does not support -> the only value that it accepts, besides null.
     unsupported: ClassVar[Mapping[str, Any]] = {}

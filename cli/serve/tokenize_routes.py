@@ -9,6 +9,7 @@ from pydantic import Field
 
 from llmsched.cli.serve.api_errors import json_response
 from llmsched.cli.serve.messages import Message
+from llmsched.cli.serve.openapi import with_body
 from llmsched.cli.serve.prompt_preparation import Preparer, dumped
 from llmsched.cli.serve.protocol import Int, ModelRequest, TemplateOptions
 from llmsched.engine.core import Engine
@@ -53,14 +54,14 @@ def tokenize_routes(engine: Engine, preparer: Preparer, prepare: Callable[..., A
             raise RequestError("tokens", f"tokens has the id {wrong}; allowed is 0 to {last}")
         yield tokenizer.decode(request.tokens, skip_special_tokens=False)
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=with_body(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         request, (tokens,) = await prepare(http, TokenizeRequest, tokens_of)
         strings = [tokenizer.backend.id_to_token(token) for token in tokens] if request.return_token_strs else None
         length = engine.config.max_model_len
         return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": strings})
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=with_body(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
         _, (text,) = await prepare(http, DetokenizeRequest, text_of)
         return json_response({"prompt": text})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, field_validator
 
 from llmsched.cli.serve.strict_schema import wrong
 from llmsched.engine.errors import RequestError
@@ -66,7 +66,17 @@ def _tool_choice(value: Any) -> str | NamedFunction | None:
     )
 
 
-ToolChoice = Annotated[str | NamedFunction | None, PlainValidator(_tool_choice)]
+_NAME_SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+_NAMED_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _NAME_SCHEMA},
+    "required": ["type", "function"],
+}
+ToolChoice = Annotated[
+    str | NamedFunction | None,
+    PlainValidator(_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_SCHEMA]}),
+]
 
 
 def check_tools(tools: Sequence[Tool], choice: str | NamedFunction | None) -> None:
