@@ -6,10 +6,11 @@ All times are in seconds. A request arrives when it is submitted to the engine. 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.misses import MissKind
@@ -42,6 +43,9 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_queue_time_seconds": ("Arrival to first scheduled.", _REQUEST_SECONDS),
     "request_prefill_time_seconds": ("First scheduled to first token.", _REQUEST_SECONDS),
     "request_decode_time_seconds": ("First token to last token.", _REQUEST_SECONDS),
+    "request_inference_time_seconds": ("First scheduled to last token.", _REQUEST_SECONDS),
+    "request_params_n": ("Choices (n) that a request asks for.", (1, 2, 5, 10, 20)),
+    "request_params_max_tokens": ("max_tokens of a request.", _TOKENS),
     "grammar_mask_seconds": ("Time per step to find the tokens that grammars allow.", _TOKEN_SECONDS),
     "grammar_compile_seconds": ("Time to compile a grammar for structured output.", _TOKEN_SECONDS),
 }
@@ -57,6 +61,7 @@ _COUNTERS: Mapping[str, str] = {
     "headroom_changes": "Changes of the headroom or the concurrency limit.",
     "late_compilations": "Kernels compiled while requests waited, which the warm-up should have compiled.",
     "prompt_tokens": "Prompt tokens of finished requests.",
+    "prompt_tokens_cached": "Prompt tokens of finished requests that came from the prefix cache.",
     "generation_tokens": "Output tokens, counted as they are generated.",
 }
 
@@ -77,6 +82,33 @@ _GAUGES: Mapping[str, str] = {
     "kv_blocks_cached": "KV blocks that no request holds and that a prefix hit can reuse.",
 }
 
+#: Former names of metrics in vLLM, which dashboards still use -> their present names.
+_FORMER_NAMES: Mapping[str, str] = {
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
+    "gpu_cache_usage_perc": "kv_cache_usage_perc",
+}
+
+#: Reasons of refusals that are reported from the start, as 0. They are codes of the API's errors.
+_REFUSALS = ("queue_full", "deadline_too_early", "rate_limit_exceeded", "invalid_api_key", "invalid_request")
+#: Labels of all metrics. This server has one engine, whose number vLLM's dashboards expect.
+_LABELS, _ENGINE = ("model_name", "engine"), "0"
+
+
+class _FormerNames(Collector):
+    """Collector that reports metrics under their former names too."""
+
+    def __init__(self, metrics: Mapping[str, Counter | Gauge | Histogram]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        for former, present in self._metrics.items():
+            for family in present.collect():
+                copy = Metric(former, f"{family.documentation} Same as {family.name}.", family.type)
+                copy.samples = [
+                    sample._replace(name=former + sample.name.removeprefix(family.name)) for sample in family.samples
+                ]
+                yield copy
+
 
 class EngineMetrics:
     """Metrics of one engine, in their own registry. Raises ConfigError if `prefix` cannot begin a metric name.
@@ -89,6 +121,7 @@ class EngineMetrics:
         self._prefix = prefix
         self._model_name = model_name
         self._registry = CollectorRegistry()
+        self._families: dict[str, Counter | Gauge | Histogram] = {}
         self._kv_bytes: dict[str, Gauge] = {}
         self._bytes_per_token = 0.0
         ProcessCollector(registry=self._registry)
@@ -104,18 +137,22 @@ class EngineMetrics:
             "Requests by the reason why the rest of their prompt was not found in the prefix cache.",
             "kind",
         )
-        self._misses = {
-            kind: misses.labels(model_name, kind.name.lower()) for kind in MissKind if kind is not MissKind.HIT
-        }
+        self._misses = {kind: self._child(misses, kind.name.lower()) for kind in MissKind if kind is not MissKind.HIT}
         finished = self._metric(
             Counter,
             "request_success",
             "Requests that ended, by reason; abort counts requests whose client disconnected.",
             "finished_reason",
         )
-        self._finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
+        self._finished = {reason: self._child(finished, reason.value) for reason in FinishReason}
+        refused = self._metric(Counter, "requests_refused", "Requests that were not accepted, by reason.", "reason")
+        self._refused = refused
+        for reason in _REFUSALS:
+            self._child(refused, reason)
         info = self._metric(Gauge, "cache_config_info", "Size of the KV cache.", "block_size", "num_gpu_blocks")
-        info.labels(model_name, str(block_size), str(num_blocks)).set(1)
+        self._child(info, str(block_size), str(num_blocks)).set(1)
+        former = {f"{prefix}:{old}": self._families[present] for old, present in _FORMER_NAMES.items()}
+        self._registry.register(_FormerNames(former))
 
     def observe(self, histogram: str, value: float) -> None:
         self._histograms[histogram].observe(value)
@@ -128,6 +165,10 @@ class EngineMetrics:
 
     def finished(self, reason: FinishReason) -> None:
         self._finished[reason].inc()
+
+    def refused(self, reason: str) -> None:
+        """Count a request that was not accepted. `reason` must be one of few, because each becomes a time series."""
+        self._child(self._refused, reason).inc()
 
     def prefix_miss(self, kind: MissKind, count: int) -> None:
         """Count `count` requests whose prompt was not fully cached for the reason `kind`. Ignore MissKind.HIT."""
@@ -175,10 +216,15 @@ class EngineMetrics:
         return generate_latest(self._registry)
 
     def _labelled(self, kind: type[M], name: str, help_text: str, **more: Any) -> M:
-        return self._metric(kind, name, help_text, **more).labels(self._model_name)
+        return self._child(self._metric(kind, name, help_text, **more))
 
     def _metric(self, kind: type[M], name: str, help_text: str, *labels: str, **more: Any) -> M:
-        return kind(f"{self._prefix}:{name}", help_text, ["model_name", *labels], registry=self._registry, **more)
+        family = kind(f"{self._prefix}:{name}", help_text, [*_LABELS, *labels], registry=self._registry, **more)
+        self._families[name] = family
+        return family
+
+    def _child(self, family: M, *values: str) -> M:
+        return family.labels(self._model_name, _ENGINE, *values)
 
 
 def check_prefix(prefix: str) -> None:

@@ -79,7 +79,10 @@ class OutputStream:
         metrics.finished(reason)
         if self.index == 0:
             metrics.add("prompt_tokens", request.num_prompt_tokens)
+            metrics.add("prompt_tokens_cached", request.num_cached_tokens)
             metrics.observe("request_prompt_tokens", request.num_prompt_tokens)
+            metrics.observe("request_params_n", request.sampling.n)
+            metrics.observe("request_params_max_tokens", request.sampling.max_tokens)
         metrics.observe("request_generation_tokens", request.num_output_tokens)
         metrics.observe("e2e_request_latency_seconds", now - request.arrival_time)
         if last is None:
@@ -87,6 +90,7 @@ class OutputStream:
         elif request.first_token_time is not None and request.first_scheduled_time is not None:
             metrics.observe("request_prefill_time_seconds", request.first_token_time - request.first_scheduled_time)
             metrics.observe("request_decode_time_seconds", last - request.first_token_time)
+            metrics.observe("request_inference_time_seconds", last - request.first_scheduled_time)
             ttft, e2e = request.first_token_time - request.arrival_time, last - request.arrival_time
             if (per_token := tpot(ttft, e2e, request.num_output_tokens)) is not None:
                 metrics.observe("request_time_per_output_token_seconds", per_token)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
-from llmsched.cli.serve.completion_response import CompletionResponse
+from llmsched.cli.serve.completion_response import AnswerFailedError, CompletionResponse
 from llmsched.cli.serve.explain_route import AnswerIds, explain_route
 from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import read_body, until_disconnect
@@ -57,6 +57,8 @@ G = TypeVar("G", bound=GenerationRequest)
 F = TypeVar("F", bound=ChoiceFormat)
 
 _ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize and /detokenize"
+#: Routes whose refusals are counted.
+_MODEL_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 #: Request bodies that /openapi.json describes.
 _BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest)
 #: Bodies up to this size are parsed at once; larger ones take turns.
@@ -91,8 +93,11 @@ def build_app(
     app.include_router(administrative, dependencies=[Depends(access.admin)])
 
     @app.exception_handler(LlmschedError)
-    async def answer_error(_: Request, error: LlmschedError) -> Response:
-        return api_error(error).response()
+    async def answer_error(request: Request, error: LlmschedError) -> Response:
+        known = api_error(error)
+        if request.url.path in _MODEL_PATHS and not isinstance(known, AnswerFailedError):
+            engine.core.metrics.refused(known.code or "invalid_request")
+        return known.response()
 
     @app.exception_handler(HTTPException)
     async def answer_http_error(request: Request, error: HTTPException) -> Response:

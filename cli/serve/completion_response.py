@@ -202,12 +202,16 @@ class CompletionResponse:
         return {"id": self.id, "object": kind, **self._head, "choices": choices}
 
 
-def _failure(output: RequestOutput) -> ApiError | None:
+class AnswerFailedError(ApiError):
+    """Error of a request that was accepted and has failed since."""
+
+
+def _failure(output: RequestOutput) -> AnswerFailedError | None:
     """Return the error to report if a choice failed or was aborted."""
     if output.finish_reason is FinishReason.ERROR:
-        return ApiError(500, f"the request failed: {output.error}", code="generation_failed")
+        return AnswerFailedError(500, f"the request failed: {output.error}", code="generation_failed")
     if output.finish_reason is FinishReason.DEADLINE:
-        return ApiError(504, f"the request was dropped: {output.error}", code="deadline_exceeded")
+        return AnswerFailedError(504, f"the request was dropped: {output.error}", code="deadline_exceeded")
     if output.finish_reason is FinishReason.ABORT:
-        return ApiError(503, "the request was ended by the server", code="aborted")
+        return AnswerFailedError(503, "the request was ended by the server", code="aborted")
     return None

@@ -21,14 +21,19 @@ HISTOGRAMS = (
     "request_queue_time_seconds",
     "request_prefill_time_seconds",
     "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_params_n",
+    "request_params_max_tokens",
+    "time_per_output_token_seconds",
     "iteration_tokens_total",
 )
-GAUGES = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+GAUGES = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "num_requests_running", "num_requests_waiting")
 COUNTERS = (
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
     "num_preemptions_total",
     "prompt_tokens_total",
+    "prompt_tokens_cached_total",
     "generation_tokens_total",
 )
 
@@ -60,7 +65,28 @@ def test_names_of_dashboards(prefix: str) -> None:
 def test_every_sample_names_the_model(metrics: EngineMetrics) -> None:
     lines = [line for line in metrics.render().decode().splitlines() if line.startswith("llmsched:")]
     assert lines
-    assert all('model_name="demo"' in line for line in lines)
+    assert all('model_name="demo"' in line and 'engine="0"' in line for line in lines)
+
+
+def test_former_names_report_the_same_values(metrics: EngineMetrics) -> None:
+    metrics.set("kv_cache_usage_perc", 0.25)
+    for gap in (0.002, 0.02, 7.0):
+        metrics.observe("inter_token_latency_seconds", gap)
+    found = samples(metrics)
+    assert found["llmsched:gpu_cache_usage_perc"] == 0.25
+    present = {name: value for name, value in found.items() if "inter_token_latency_seconds" in name}
+    assert len(present) > 20
+    for name, value in present.items():
+        assert found[name.replace("inter_token_latency", "time_per_output_token")] == value
+
+
+def test_refusals_count_by_reason(metrics: EngineMetrics) -> None:
+    assert samples(metrics)["llmsched:requests_refused_total{reason=queue_full}"] == 0
+    metrics.refused("queue_full")
+    metrics.refused("context_length_exceeded")
+    found = samples(metrics)
+    assert found["llmsched:requests_refused_total{reason=queue_full}"] == 1
+    assert found["llmsched:requests_refused_total{reason=context_length_exceeded}"] == 1
 
 
 def test_info_has_the_size_of_the_cache(metrics: EngineMetrics) -> None:
@@ -89,6 +115,8 @@ def test_finished_requests_count_by_reason(metrics: EngineMetrics) -> None:  # t
     assert found["llmsched:prompt_tokens_total"] == 21
     assert found["llmsched:e2e_request_latency_seconds_sum"] == 6
     assert found["llmsched:request_generation_tokens_sum"] == 33
+    assert found["llmsched:request_params_n_sum"] == 3
+    assert found["llmsched:request_params_max_tokens_sum"] == 48
 
 
 def test_undefined_times_are_not_observed(metrics: EngineMetrics) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import attacks
 import httpx
 import pytest
+from exposition import samples
 from scripted import MODEL, ScriptedServer
 
 from llmsched.cli.serve.access import Access
@@ -337,3 +338,17 @@ def test_the_key_opens(locked: httpx.Client, scheme: str) -> None:
 @pytest.mark.parametrize("path", ["/health", "/metrics"])
 def test_probes_need_no_key(locked: httpx.Client, path: str) -> None:
     assert locked.get(path).status_code == 200
+
+
+def test_refusals_are_counted_by_reason(server: ScriptedServer) -> None:
+    def counted(reason: str) -> float:
+        return samples(server.engine.metrics).get(f"llmsched:requests_refused_total{{reason={reason}}}", 0.0)
+
+    reasons = ("invalid_request", "unknown_parameter", "context_length_exceeded", "model_not_found")
+    before = [counted(reason) for reason in reasons]
+    with httpx.Client(base_url=server.url) as http:
+        for fields in ({"temperature": -1}, {"tempo": 1}, {"max_tokens": 9999}, {"model": "other"}):
+            http.post("/v1/completions", json={"prompt": "x", **fields})
+        http.get("/v1/models/other")  # no request to the model
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    assert [counted(reason) for reason in reasons] == [count + 1 for count in before]
