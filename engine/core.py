@@ -176,7 +176,7 @@ class Engine(StepLoop):
     def _drop(self, stream: OutputStream, reason: FinishReason, error: str | None = None) -> RequestOutput:
         self.scheduler.finish(stream.request, reason)
         output = stream.new_output(reason, error)
-        self._end(stream, reason)
+        self._end(stream, output)
         return output
 
     def check_deadline(
@@ -256,7 +256,7 @@ class Engine(StepLoop):
                 self.observe(stream.record, self.metrics, now)
             if output.finish_reason is not None:
                 self.scheduler.finish(stream.request, output.finish_reason)
-                self._end(stream, output.finish_reason)
+                self._end(stream, output)
         if (mask_seconds := self.executor.mask_seconds) > self._mask_seconds:
             self.observe(self.metrics.observe, "grammar_mask_seconds", mask_seconds - self._mask_seconds)
             self._mask_seconds = mask_seconds
@@ -280,8 +280,10 @@ class Engine(StepLoop):
             if self._failing:
                 self._failing.discard(getattr(function, "__qualname__", repr(function)))
 
-    def _end(self, stream: OutputStream, reason: FinishReason) -> None:
-        now = self.clock()
+    def _end(self, stream: OutputStream, last: RequestOutput) -> None:
+        now, reason = self.clock(), last.finish_reason
+        assert reason is not None
+        last.record = stream.account(reason, now)
         self.observe(stream.record_end, self.metrics, reason, now)
         self.recorder.finished[reason] += 1
         self._finish_times.append(now)

@@ -82,6 +82,14 @@ _GAUGES: Mapping[str, str] = {
     "kv_blocks_cached": "KV blocks that no request holds and that a prefix hit can reuse.",
 }
 
+#: Help text by name, of counters with the label key_name.
+_KEY_COUNTERS: Mapping[str, str] = {
+    "requests": "Requests to the model, by the name of their API key.",
+    "rate_limited": "Requests refused because a budget of their API key was used up.",
+    "prompt_tokens": "Prompt tokens of accepted requests, by the name of their API key.",
+    "generation_tokens": "Output tokens of ended requests, by the name of their API key.",
+}
+
 #: Former names of metrics in vLLM, which dashboards still use -> their present names.
 _FORMER_NAMES: Mapping[str, str] = {
     "time_per_output_token_seconds": "inter_token_latency_seconds",
@@ -149,6 +157,10 @@ class EngineMetrics:
         self._refused = refused
         for reason in _REFUSALS:
             self._child(refused, reason)
+        self._key_counters = {
+            name: self._metric(Counter, f"api_key_{name}", help_text, "key_name")
+            for name, help_text in _KEY_COUNTERS.items()
+        }
         info = self._metric(Gauge, "cache_config_info", "Size of the KV cache.", "block_size", "num_gpu_blocks")
         self._child(info, str(block_size), str(num_blocks)).set(1)
         former = {f"{prefix}:{old}": self._families[present] for old, present in _FORMER_NAMES.items()}
@@ -169,6 +181,10 @@ class EngineMetrics:
     def refused(self, reason: str) -> None:
         """Count a request that was not accepted. `reason` must be one of few, because each becomes a time series."""
         self._child(self._refused, reason).inc()
+
+    def key_use(self, counter: str, key_name: str, count: int = 1) -> None:
+        """Increase a counter in _KEY_COUNTERS of the API key with this name."""
+        self._child(self._key_counters[counter], key_name).inc(count)
 
     def prefix_miss(self, kind: MissKind, count: int) -> None:
         """Count `count` requests whose prompt was not fully cached for the reason `kind`. Ignore MissKind.HIT."""

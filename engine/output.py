@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 from llmsched.engine.metrics import EngineMetrics
-from llmsched.engine.request import FinishReason, Request, RequestOutput, TokenLogprob
+from llmsched.engine.request import ChoiceRecord, FinishReason, Request, RequestOutput, TokenLogprob
 from llmsched.engine.request_latency import tpot
 from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.text.detokenizer import Detokenizer
@@ -28,6 +29,7 @@ class OutputStream:
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
         self._prompt_logprobs_due = sampling.prompt_logprobs is not None
         self._last_token_time: float | None = None
+        self._gaps = array("d")
 
     def take(self, update: Update) -> RequestOutput | None:
         """Return the output that `update`, the result of one step, adds to the sequence; None if there is no output.
@@ -70,7 +72,8 @@ class OutputStream:
             metrics.observe("time_to_first_token_seconds", now - request.arrival_time)
             self._record_queue_time(metrics)
         else:
-            metrics.observe("inter_token_latency_seconds", now - self._last_token_time)
+            self._gaps.append(now - self._last_token_time)
+            metrics.observe("inter_token_latency_seconds", self._gaps[-1])
         metrics.add("generation_tokens")
         self._last_token_time = now
 
@@ -94,6 +97,23 @@ class OutputStream:
             ttft, e2e = request.first_token_time - request.arrival_time, last - request.arrival_time
             if (per_token := tpot(ttft, e2e, request.num_output_tokens)) is not None:
                 metrics.observe("request_time_per_output_token_seconds", per_token)
+
+    def account(self, reason: FinishReason, now: float) -> ChoiceRecord:
+        """Return the account of the sequence, which has ended at the time `now`."""
+        request = self.request
+        return ChoiceRecord(
+            finish_reason=reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_preemptions=request.num_preemptions,
+            arrival_time=request.arrival_time,
+            first_scheduled_time=request.first_scheduled_time,
+            first_token_time=request.first_token_time,
+            last_token_time=self._last_token_time,
+            end_time=now,
+            gaps=self._gaps,
+        )
 
     def _record_queue_time(self, metrics: EngineMetrics) -> None:
         request = self.request

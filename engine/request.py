@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -185,6 +186,23 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the most likely tokens, best first
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceRecord:
+    """Account of a choice that has ended. Times are in seconds of the engine's clock; None: it did not come so far."""
+
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    last_token_time: float | None
+    end_time: float
+    gaps: array[float]  # between one token and the next, in seconds
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """New output of one sequence since its previous RequestOutput."""
@@ -204,6 +222,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    record: ChoiceRecord | None = None  # only in the last output
 
     @property
     def finished(self) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
 
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.request import RequestOutput
+from llmsched.engine.request import ChoiceRecord, RequestOutput
+
+logger = logging.getLogger(__name__)
 
 
 class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["RequestStream"]):
@@ -28,8 +31,12 @@ class RequestStream(AsyncIterator[RequestOutput], AbstractAsyncContextManager["R
         self.ready = asyncio.Event()  # set when there is something to `take`
         self.wakes_at_end = False  # sets `ready` only when a choice or the stream has ended
         self.pass_on: Callable[[RequestOutput], bool] | None = None  # gets each output first; True counts as read
+        self.records: list[ChoiceRecord] = []  # of the choices that have ended
+        self.on_end: Callable[[], None] = lambda: None  # called when all choices have ended or the stream has failed
 
     def deliver(self, output: RequestOutput) -> None:
+        if output.record is not None:
+            self.records.append(output.record)
         try:
             if self.pass_on is not None and self.pass_on(output):
                 return
@@ -120,6 +127,10 @@ class OpenStreams(dict[str, RequestStream]):
     def _close_if_finished(self, stream: RequestStream) -> None:
         if stream.finished:
             del self[stream.request_id]
+            try:
+                stream.on_end()
+            except Exception:  # other streams must get their outputs
+                logger.exception("the end of request %s could not be recorded", stream.request_id)
             if not self:
                 self.idle.set()
 
@@ -142,4 +153,5 @@ def _merge(into: RequestOutput, new: RequestOutput) -> None:
         into.prompt_logprobs = new.prompt_logprobs
     into.num_output_tokens = new.num_output_tokens
     into.num_cached_tokens = new.num_cached_tokens
+    into.record = new.record
     into.finish_reason, into.stop_reason, into.error = new.finish_reason, new.stop_reason, new.error

@@ -10,12 +10,18 @@ from urllib.parse import urlsplit
 from fastapi import Request
 
 from llmsched.cli.serve.api_errors import ApiError
+from llmsched.cli.serve.api_keys import ApiKey, KeyFile
 from llmsched.engine.errors import ConfigError
+
+#: Keys given by flags. Keys in a file have no such names.
+_CLIENT, _ADMIN = ApiKey("--api-key"), ApiKey("--admin-api-key", admin=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
     """Access rules of a server. `client` and `admin` are FastAPI dependencies, which run before a body is read.
+
+    They set `request.state.api_key` to the key that was sent, or to None if clients need no key.
 
     `loopback` is True if only programs on this machine can connect. Without an API key, such a server refuses requests
     with a foreign Host or Origin, because a web page in the user's browser may have sent them. A header is not foreign
@@ -27,22 +33,30 @@ class Access:
     loopback: bool = True
     allowed_hosts: Collection[str] = ()
     cors_origins: Collection[str] = ()
+    key_file: KeyFile | None = None
+
+    @property
+    def has_keys(self) -> bool:
+        """True if clients need a key."""
+        return self.api_key is not None or self.key_file is not None
 
     async def client(self, request: Request) -> None:
         """Raise ApiError 401 or 403 if the sender may not use the model. The administrative key is accepted too."""
-        if self.api_key is None:
+        request.state.api_key = self._key_of(request)
+        if not self.has_keys:
             self._check_names(request)
-        elif not _has_key(request, self.api_key, self.admin_api_key):
+        elif request.state.api_key is None:
             raise _no_key("API key")
 
     async def admin(self, request: Request) -> None:
         """Raise ApiError 401 or 403 if the sender may not use administrative routes, 415 if the body is not JSON."""
-        if self.admin_api_key is not None:
-            if not _has_key(request, self.admin_api_key):
-                raise _no_key("key for administrative routes (--admin-api-key)")
+        request.state.api_key = key = self._key_of(request)
+        if self.admin_api_key is not None or (self.key_file is not None and self.key_file.has_admin):
+            if key is None or not key.admin:
+                raise _no_key("key for administrative routes (--admin-api-key, or one with admin in --api-keys)")
         else:
             await self.client(request)
-            if self.api_key is not None or not self.loopback:
+            if self.has_keys or not self.loopback:
                 raise ApiError(
                     403,
                     f"{request.url.path} shows or changes what all clients share; start the server with "
@@ -52,6 +66,18 @@ class Access:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"the Content-Type is {kind[:100]!r}; send application/json", code="not_json")
+
+    def _key_of(self, request: Request) -> ApiKey | None:
+        """Return the key in the request, or None. The duration of the comparison reveals nothing about a key."""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        sent = given.strip(" \t").encode("latin-1")  # headers are bytes decoded as Latin-1
+        if scheme.lower() != "bearer":
+            return None
+        single = ((_CLIENT, self.api_key), (_ADMIN, self.admin_api_key))
+        found = [key for key, known in single if known is not None and hmac.compare_digest(sent, known.encode())]
+        if found:
+            return found[-1]
+        return None if self.key_file is None else self.key_file.find(sent)
 
     def _check_names(self, request: Request) -> None:
         """Raise ApiError 403 if the Host or Origin shows that a foreign web page sent the request."""
@@ -97,14 +123,6 @@ def are_loopback(listeners: Collection[socket.socket]) -> bool:
     """Return True if only programs of this machine can connect to the listeners."""
     names = (listener.getsockname()[0].partition("%")[0] for listener in listeners)
     return all(ipaddress.ip_address(name).is_loopback for name in names)
-
-
-def _has_key(request: Request, *keys: str | None) -> bool:
-    """Return True if the request has one of the keys. The duration of the comparison reveals nothing about a key."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    key = given.strip(" \t").encode("latin-1")  # headers are bytes decoded as Latin-1
-    matches = [hmac.compare_digest(key, known.encode()) for known in keys if known is not None]
-    return scheme.lower() == "bearer" and any(matches)
 
 
 def _no_key(name: str) -> ApiError:

@@ -16,12 +16,14 @@ from starlette.types import ASGIApp
 
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
+from llmsched.cli.serve.api_keys import ApiKey
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.completion_response import AnswerFailedError, CompletionResponse
 from llmsched.cli.serve.explain_route import AnswerIds, explain_route
 from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import read_body, until_disconnect
 from llmsched.cli.serve.http_limits import HttpLimits
+from llmsched.cli.serve.key_use import KeyUse
 from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.openapi import describe, with_body
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
@@ -48,6 +50,7 @@ from llmsched.cli.serve.responses_request import ResponsesRequest
 from llmsched.cli.serve.sse_response import EventStream
 from llmsched.cli.serve.tokenize_routes import DetokenizeRequest, TokenizeRequest, tokenize_routes
 from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.request import ChoiceRecord
 from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.parsers.notation import Notation, find_notation
 
@@ -80,7 +83,7 @@ def build_app(
     access = access or Access()
     app = FastAPI(title="llmsched", version=version("llmsched"), docs_url=None, redoc_url=None)
     describe(app, _BODIES)
-    app.include_router(_open_routes(engine, has_key=access.api_key is not None))
+    app.include_router(_open_routes(engine, has_key=access.has_keys))
     notation = notation or find_notation(engine.core.tokenizer)
     served = _ServedModel(engine, model_name, limits or HttpLimits(), notation)
     for router in (
@@ -181,6 +184,7 @@ class _ServedModel:
         self.limits = limits
         self.preparer = Preparer(engine.core, notation)
         self.answer_ids = AnswerIds()
+        self._key_use = KeyUse(engine.core.metrics)
         self._engine = engine
         self._model_name = model_name
         self._writer = TokenWriter(engine.core.tokenizer)
@@ -231,23 +235,29 @@ class _ServedModel:
         prepare: Callable[[G], Iterator[PreparedPrompt]],
         make_format: Callable[[G, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
-        self._check_open()
-        arrival = self._engine.core.clock()
+        arrival = self._begin(http)
         request, prompts = await self.prepare(http, schema, prepare)
         return await self._respond(http, arrival, make_format(request, prompts, self._writer), CompletionResponse)
 
     async def answer_response(self, http: Request) -> Response:
         """Answer a request to /v1/responses."""
-        self._check_open()
-        arrival = self._engine.core.clock()
+        arrival = self._begin(http)
         request, prompts = await self.prepare(http, ResponsesRequest, self.preparer.response)
         choice_format = ResponsesFormat(request.chat, prompts, self._writer)
         return await self._respond(http, arrival, choice_format, partial(ResponsesAnswer, request))
 
-    def _check_open(self) -> None:
+    def _begin(self, http: Request) -> float:
+        """Return the time at which the request arrived, on the engine's clock.
+
+        Raises EngineDeadError or QueueFullError if the server takes no requests now, and ApiError 429 if the sender's
+        API key has used up its budget.
+        """
         if self._engine.draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         self._engine.check_queue()
+        if (key := http.state.api_key) is not None:
+            self._key_use.begin(key)
+        return self._engine.core.clock()
 
     async def _respond(
         self,
@@ -257,18 +267,30 @@ class _ServedModel:
         make_response: Callable[[AsyncEngine, F, str, RequestContext], CompletionResponse],
     ) -> Response:
         request, headers = choice_format.request, http.headers
+        key: ApiKey | None = http.state.api_key
+
+        def on_end(answer_id: str, records: list[ChoiceRecord]) -> None:
+            if key is not None:
+                self._key_use.take_tokens(key, sum(each.num_output_tokens for each in records), "generation_tokens")
+
         context = RequestContext(
             http.state.request_id,
             priority_of(request.priority, headers.get(CLASS_HEADER)),
             arrival + seconds_allowed(request.timeout, headers.get(DEADLINE_HEADER)),
+            on_end,
         )
         if context.deadline < math.inf:
             await self._check_deadline(choice_format, context)
         response = make_response(self._engine, choice_format, self._model_name, context)
         self.answer_ids.add(http.state.request_id, response.id)
+        limits: dict[str, str] = {}
+        if key is not None:
+            num_tokens = sum(len(prompt.token_ids) for prompt in choice_format.prompts)
+            self._key_use.take_tokens(key, num_tokens, "prompt_tokens")
+            limits = self._key_use.headers(key)
         if request.stream:
-            return EventStream(response.events, response.abort, self.limits.sse_keep_alive)
-        return json_response(await until_disconnect(http.receive, response.whole()))
+            return EventStream(response.events, response.abort, self.limits.sse_keep_alive, limits)
+        return json_response(await until_disconnect(http.receive, response.whole()), headers=limits)
 
     async def _check_deadline(self, choice_format: ChoiceFormat, context: RequestContext) -> None:
         """Raise DeadlineError if the first token is predicted to miss the deadline."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import socket
 import threading
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from llmsched.engine.errors import ConfigError, setting
 
 if TYPE_CHECKING:
     from llmsched.cli.serve.access import Access
+    from llmsched.cli.serve.api_keys import KeyFile
     from llmsched.engine.core import Engine
 
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "harmony", "none"]
@@ -44,6 +46,15 @@ class ServerFlags:
             envvar="LLMSCHED_ADMIN_API_KEY",
             help="Key for the routes that show or change what all clients share: /v1/cache, /v1/prefixes and "
             "/reset_prefix_cache. Without it they work only on a loopback address and without --api-key.",
+        ),
+    ] = None
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="LLMSCHED_API_KEYS",
+            help="File of named keys with budgets per minute: TOML with [[keys]] tables (name; key or hash; "
+            "requests_per_minute, tokens_per_minute, admin), or one JSON object per line. SIGHUP reads it again.",
         ),
     ] = None
     allowed_host: Annotated[
@@ -141,6 +152,7 @@ def serve(
     """
     from llmsched.cli.profiles.apply import profile_warnings, store_ratios, with_profile
     from llmsched.cli.serve.access import Access, are_loopback, checked_key
+    from llmsched.cli.serve.api_keys import KeyFile
     from llmsched.cli.serve.detached_output import detached_output
     from llmsched.cli.serve.lifecycle import listen
     from llmsched.cli.serve.middleware import read_origins
@@ -148,6 +160,7 @@ def serve(
     from llmsched.engine.metrics import check_prefix
 
     keys = checked_key("api_key", flags.api_key), checked_key("admin_api_key", flags.admin_api_key)
+    key_file = None if flags.api_keys is None else KeyFile(flags.api_keys)
     if flags.served_model_name == "":
         raise ConfigError("served_model_name", "is empty; give a name, or leave the option out for the model's own")
     check_prefix(flags.metrics_prefix)
@@ -161,7 +174,7 @@ def serve(
         )
     prefixes = read_prefixes(flags.pin_prefix or [])
     listeners = listen(flags.host, flags.port)
-    access = Access(*keys, are_loopback(listeners), {flags.host, *(flags.allowed_host or ())}, origins)
+    access = Access(*keys, are_loopback(listeners), {flags.host, *(flags.allowed_host or ())}, origins, key_file)
     limits.connections()
     render.say(f"llmsched serve {config.model}")  # fails now, not after loading, if stdout cannot be written
 
@@ -209,6 +222,8 @@ async def _serve(
         last_resort.daemon = True
         last_resort.start()
 
+    if access.key_file is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, access.key_file)
     status = asyncio.create_task(log_status(service, flags.status_interval)) if flags.status_interval else None
     server = Server(
         build_app(service, name, access, limits, notation),
@@ -216,7 +231,7 @@ async def _serve(
         limits,
         grace_s=flags.grace_period,
         on_ready=lambda: show_start(
-            engine, name, listeners[0], has_key=access.api_key is not None, profile=flags.profile, notation=notation
+            engine, name, listeners[0], has_key=access.has_keys, profile=flags.profile, notation=notation
         ),
         on_drain=on_drain,
     )
@@ -226,3 +241,12 @@ async def _serve(
     if service.error:
         render.error(f"the engine has failed: {service.error}")
     leave(server.exit_code)
+
+
+def _reload_keys(file: KeyFile) -> None:
+    try:
+        file.reload()
+    except ConfigError as error:
+        render.warn(f"the API keys stay as they are: {error}")
+    else:
+        render.note(f"{len(file)} API keys read again")

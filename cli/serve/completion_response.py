@@ -69,11 +69,15 @@ class CompletionResponse:
                     cache_salt=request.cache_salt or "",
                     deadline=context.deadline,
                 )
-                stream.ready = self._ready
+                stream.ready, stream.on_end = self._ready, self._end
                 self._streams.append(stream)
         except BaseException:
             self.abort()
             raise
+
+    def _end(self) -> None:
+        if all(stream.finished for stream in self._streams):
+            self._context.on_end(self.id, [record for stream in self._streams for record in stream.records])
 
     def abort(self) -> None:
         for stream in self._streams:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmsched.cli.serve.protocol import MAX_TIMEOUT_S
 from llmsched.engine.errors import RequestError
+from llmsched.engine.request import ChoiceRecord
 
 CLASS_HEADER = "x-llmsched-class"
 DEADLINE_HEADER = "x-request-deadline-ms"
@@ -20,6 +22,8 @@ class RequestContext:
     request_id: str = ""  # X-Request-Id
     priority: int = 0
     deadline: float = math.inf  # in seconds of the engine's clock
+    #: Called with the id of the answer and its choices that have ended, once no more of the answer will be computed.
+    on_end: Callable[[str, list[ChoiceRecord]], None] = lambda _, __: None
 
 
 def priority_of(priority: int | None, class_name: str | None) -> int:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -46,10 +46,10 @@ class EventStream(Response):
         events: Callable[[Callable[[bytes], bool]], AsyncGenerator[bytes, None]],
         close: Callable[[], None],
         keep_alive_s: float = 0.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+        plain = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers={**plain, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._close = close
