@@ -129,7 +129,8 @@ def _open_routes(engine: AsyncEngine, *, has_key: bool) -> APIRouter:
     async def home(request: Request) -> str:
         return home_page(str(request.base_url).rstrip("/"), has_key=has_key)
 
-    @router.api_route("/health", methods=["GET", "HEAD"])
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
     async def health() -> Response:
         problem = engine.diagnose()
         if problem is None and not engine.draining:
@@ -147,11 +148,13 @@ def _open_routes(engine: AsyncEngine, *, has_key: bool) -> APIRouter:
 def _model_routes(served: _ServedModel) -> APIRouter:
     router = APIRouter()
 
-    @router.api_route("/v1/models", methods=["GET", "HEAD"])
+    @router.head("/v1/models", include_in_schema=False)
+    @router.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [served.card()]})
 
-    @router.api_route("/v1/models/{name:path}", methods=["GET", "HEAD"])
+    @router.head("/v1/models/{name:path}", include_in_schema=False)
+    @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         served.check_model(name)
         return json_response(served.card())
