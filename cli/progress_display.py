@@ -22,8 +22,9 @@ class Display(Protocol):
 class LogProgress:
     """Progress in a log: at most one line per EVERY_S seconds, and none for work shorter than QUIET_S seconds."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, say: Callable[[str], None] | None = None) -> None:
         self._now = now
+        self._write = say or _print
         self._start = now()
         self._next = self._start + QUIET_S
         self._told = False
@@ -53,8 +54,12 @@ class LogProgress:
             self._say(f"done after {self._now() - self._start:.1f} s")
 
     def _say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        self._write(line)
         self._told = True
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

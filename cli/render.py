@@ -16,6 +16,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmsched.cli.chart import Chart, draw
+from llmsched.cli.log_lines import JsonLines, StderrHandler, TextLines
 from llmsched.cli.progress_display import QUIET_S, LogProgress, repeated, shown
 from llmsched.engine.progress import Progress
 from llmsched.engine.units import human_bytes as human_bytes
@@ -23,6 +24,10 @@ from llmsched.engine.units import human_seconds as human_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_logger = logging.getLogger("llmsched")
+#: True if notes and warnings are lines of the log.
+_notes_are_logged = False
 
 #: Control characters, escaped because names and texts may come from untrusted files.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -62,20 +67,23 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    _tell(f"note: {text}", "dim")
+    _tell("note", text, "dim", logging.INFO)
 
 
 def warn(text: str) -> None:
-    _tell(f"warning: {text}", "yellow")
+    _tell("warning", text, "yellow", logging.WARNING)
 
 
 def error(text: str) -> None:
-    _tell(f"error: {' '.join(text.split())}", "bold red")
+    _tell("error", " ".join(text.split()), "bold red", logging.ERROR)
 
 
-def _tell(text: str, style: str) -> None:
+def _tell(kind: str, text: str, style: str, level: int) -> None:
     """Print a line on stderr, or drop it if stderr cannot be written."""
-    console = stderr()
+    if _notes_are_logged:
+        _logger.log(level, "%s", text)
+        return
+    console, text = stderr(), f"{kind}: {text}"
     try:
         console.print(_wrapped(text, console), markup=False, style=style, soft_wrap=True)
     except OSError:
@@ -104,12 +112,15 @@ def _wrapped(text: str, console: Console) -> str:
     return "\n".join(lines)
 
 
-def show_log() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("llmsched")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+def show_log(*, as_json: bool = False) -> None:
+    """Write the log on stderr. With `as_json`, notes and warnings are lines of the log from now on."""
+    global _notes_are_logged
+    _notes_are_logged = as_json
+    handler = StderrHandler()
+    handler.setFormatter(JsonLines() if as_json else TextLines())
+    for name in ("llmsched", "uvicorn"):
+        logging.getLogger(name).addHandler(handler)
+    _logger.setLevel(logging.INFO)
 
 
 def table(
@@ -239,7 +250,7 @@ def progress_bar() -> Iterator[Progress]:
         with _bars() as bars, shown(bars):
             yield bars
         return
-    log = LogProgress()
+    log = LogProgress(say=_logger.info) if _notes_are_logged else LogProgress()
     with shown(log), repeated(log.tell, QUIET_S):  # also while a stage reports nothing
         yield log
     log.done()

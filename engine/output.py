@@ -102,6 +102,7 @@ class OutputStream:
         """Return the account of the sequence, which has ended at the time `now`."""
         request = self.request
         return ChoiceRecord(
+            index=self.index,
             finish_reason=reason,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,

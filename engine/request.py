@@ -190,6 +190,7 @@ class TokenLogprob:
 class ChoiceRecord:
     """Account of a choice that has ended. Times are in seconds of the engine's clock; None: it did not come so far."""
 
+    index: int
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ from llmsched.cli.serve.request_context import (
     priority_of,
     seconds_allowed,
 )
+from llmsched.cli.serve.request_log import EndedRequest, RequestObserver
 from llmsched.cli.serve.responses_answer import ResponsesAnswer, ResponsesFormat
 from llmsched.cli.serve.responses_request import ResponsesRequest
 from llmsched.cli.serve.sse_response import EventStream
@@ -74,18 +75,20 @@ def build_app(
     access: Access | None = None,
     limits: HttpLimits | None = None,
     notation: Notation | None = None,
+    observers: Sequence[RequestObserver] = (),
 ) -> ASGIApp:
     """Return the ASGI application that serves `engine`. `access` does not apply to /, /health, /metrics and
     /openapi.json.
 
-    `notation` says how the model writes tool calls and reasoning (default: as its chat template does).
+    `notation` says how the model writes tool calls and reasoning (default: as its chat template does). The `observers`
+    are called with each request to the model that has ended.
     """
     access = access or Access()
     app = FastAPI(title="llmsched", version=version("llmsched"), docs_url=None, redoc_url=None)
     describe(app, _BODIES)
     app.include_router(_open_routes(engine, has_key=access.has_keys))
     notation = notation or find_notation(engine.core.tokenizer)
-    served = _ServedModel(engine, model_name, limits or HttpLimits(), notation)
+    served = _ServedModel(engine, model_name, limits or HttpLimits(), notation, observers)
     for router in (
         _model_routes(served),
         tokenize_routes(engine.core, served.preparer, served.prepare),
@@ -183,11 +186,19 @@ def _model_routes(served: _ServedModel) -> APIRouter:
 
 
 class _ServedModel:
-    def __init__(self, engine: AsyncEngine, model_name: str, limits: HttpLimits, notation: Notation) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        model_name: str,
+        limits: HttpLimits,
+        notation: Notation,
+        observers: Sequence[RequestObserver],
+    ) -> None:
         self.limits = limits
         self.preparer = Preparer(engine.core, notation)
         self.answer_ids = AnswerIds()
         self._key_use = KeyUse(engine.core.metrics)
+        self._observers = observers
         self._engine = engine
         self._model_name = model_name
         self._writer = TokenWriter(engine.core.tokenizer)
@@ -275,6 +286,13 @@ class _ServedModel:
         def on_end(answer_id: str, records: list[ChoiceRecord]) -> None:
             if key is not None:
                 self._key_use.take_tokens(key, sum(each.num_output_tokens for each in records), "generation_tokens")
+            if records and self._observers:
+                name, path, streamed = None if key is None else key.name, http.url.path, bool(request.stream)
+                ended = EndedRequest(
+                    context.request_id, answer_id, path, self._model_name, name, streamed, records, headers
+                )
+                for observe in self._observers:
+                    observe(ended)
 
         context = RequestContext(
             http.state.request_id,

@@ -124,6 +124,19 @@ class ServerFlags:
         float,
         duration_option("Time between two status lines in the log while there is traffic; 0 logs none."),
     ] = 10.0
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(help="Form of the log on stderr: lines of text, or one JSON object per line."),
+    ] = "text"
+    log_requests: Annotated[
+        bool | None,
+        typer.Option(
+            "--log-requests/--no-log-requests",
+            help="Log a line when a request ends: its id, tokens, prefix hit, TTFT, P99 ITL, preemptions and finish "
+            "reason. On by default with --log-format json.",
+            show_default=False,
+        ),
+    ] = None
     metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")] = (
         "llmsched"
     )
@@ -159,6 +172,8 @@ def serve(
     from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
 
+    if flags.log_format == "json":
+        render.show_log(as_json=True)
     keys = checked_key("api_key", flags.api_key), checked_key("admin_api_key", flags.admin_api_key)
     key_file = None if flags.api_keys is None else KeyFile(flags.api_keys)
     if flags.served_model_name == "":
@@ -183,7 +198,8 @@ def serve(
     with detached_output():
         with render.progress_bar() as progress:
             engine = build_engine(config, progress, flags.metrics_prefix, flags.served_model_name)
-        render.show_log()
+        if flags.log_format == "text":
+            render.show_log()  # now, because a line of the log would break the progress bar
         if flags.profile and engine.plan is not None and (problem := store_ratios(flags.profile, engine.plan, config)):
             render.warn(f"the measured memory could not be saved in the profile: {problem}")
         engine.prefixes.changes.quote_prompts = flags.show_prompt_text
@@ -203,6 +219,7 @@ async def _serve(
     from llmsched.cli.serve.banner import show_start
     from llmsched.cli.serve.detached_output import leave
     from llmsched.cli.serve.lifecycle import EXIT_S, Server
+    from llmsched.cli.serve.request_log import RequestObserver, log_request
     from llmsched.cli.serve.status_line import log_status
     from llmsched.engine.service import AsyncEngine
     from llmsched.engine.text.parsers.notation import find_notation
@@ -225,8 +242,10 @@ async def _serve(
     if access.key_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, access.key_file)
     status = asyncio.create_task(log_status(service, flags.status_interval)) if flags.status_interval else None
+    logs_requests = flags.log_format == "json" if flags.log_requests is None else flags.log_requests
+    observers: list[RequestObserver] = [log_request] if logs_requests else []
     server = Server(
-        build_app(service, name, access, limits, notation),
+        build_app(service, name, access, limits, notation, observers),
         service,
         limits,
         grace_s=flags.grace_period,

@@ -110,6 +110,7 @@ class Server(uvicorn.Server):
         self._pool = ConnectionPool(limits)
         config = uvicorn.Config(
             app,
+            log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",

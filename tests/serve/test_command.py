@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -86,9 +87,37 @@ def test_from_start_to_end(tiny_model: Any, tmp_path: Path) -> None:
         assert httpx.get(f"{url}/v1/prefixes", headers=headers).status_code == 401
         headers = {"Authorization": "Bearer a"}
         assert len(httpx.get(f"{url}/v1/prefixes", headers=headers).json()["data"]) == 2
-        assert 'vllm:generation_tokens_total{model_name="tiny"}' in httpx.get(f"{url}/metrics").text
+        assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"}' in httpx.get(f"{url}/metrics").text
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 0
+
+
+def test_a_log_of_json_lines(tiny_model: Any, tmp_path: Path) -> None:
+    """Every line on stderr is JSON: notes of the start, requests, the answer to SIGHUP, and the end."""
+    keys, log = tmp_path / "keys.jsonl", tmp_path / "log"
+    keys.write_text('{"name": "team", "key": "sk-team-secret"}')
+    options = ("--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "40")
+    options += ("--log-format", "json", "--api-keys", str(keys), "--host", "0.0.0.0", "--pin-prefix", str(keys))
+    with log.open("w") as stderr, serving(str(tiny_model("llama")), *options, stderr=stderr) as (child, url, _):
+        headers = {"Authorization": "Bearer sk-team-secret", "X-Request-Id": "mine"}
+        body = {"prompt": [5, 6, 7], "max_tokens": 5, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30).json()
+        keys.write_text("broken")
+        child.send_signal(signal.SIGHUP)
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all(line.keys() >= {"time", "level"} for line in lines)
+    told = [line.get("message", "") for line in lines]
+    for part in ("are pinned as", "the API keys stay as they are: api_keys", "draining"):
+        assert any(part in message for message in told), part
+    first, second = (line for line in lines if line.get("event") == "request")
+    assert (first["request_id"], first["id"], first["key"]) == ("mine", answer["id"], "team")
+    assert (first["prompt_tokens"], first["output_tokens"], first["finish_reason"]) == (3, 5, "length")
+    assert 0 < first["ttft_ms"] <= first["e2e_ms"]
+    assert second["itl_p99_ms"] > 0
+    assert "secret" not in log.read_text()
 
 
 @pytest.mark.parametrize("broken", ["closed by its reader", "full"])

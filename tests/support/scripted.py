@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from llmsched.cli.serve import lifecycle
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.app import build_app
 from llmsched.cli.serve.http_limits import HttpLimits
+from llmsched.cli.serve.request_log import RequestObserver
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult, SynchronousExecutor
 from llmsched.engine.kv.manager import make_kv
@@ -121,8 +122,10 @@ class LiveServer:
         grace_s: float = 5.0,
         http: HttpLimits | None = None,
         step_timeout_s: float = 0.0,
+        observers: Collection[RequestObserver] = (),
     ) -> None:
         self.engine = engine
+        self._observers = observers
         self._step_timeout_s = step_timeout_s
         self.tokenizer = engine.tokenizer
         self.listeners = lifecycle.listen("127.0.0.1", 0)
@@ -159,7 +162,7 @@ class LiveServer:
     async def run(self) -> None:
         self.service = AsyncEngine(self.engine, step_timeout_s=self._step_timeout_s)
         self.service.start()
-        self.app = build_app(self.service, self._name, self._access, self._limits)
+        self.app = build_app(self.service, self._name, self._access, self._limits, observers=self._observers)
         self._server = lifecycle.Server(
             self.app, self.service, self._limits, grace_s=self._grace_s, on_ready=self._ready.set
         )
@@ -182,6 +185,7 @@ class ScriptedServer(LiveServer):
         grace_s: float = 5.0,
         step_timeout_s: float = 0.0,
         http: HttpLimits | None = None,
+        observers: Collection[RequestObserver] = (),
         **config: Any,
     ) -> None:
         fast = build_tokenizer(bos=bos, chat_template=chat_template)
@@ -193,7 +197,8 @@ class ScriptedServer(LiveServer):
         info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
         resolved_config = resolved(**settings)
         engine = Engine(resolved_config, info, tokenizer, self.executor, make_kv(resolved_config, num_blocks))
-        super().__init__(engine, access=access, grace_s=grace_s, http=http, step_timeout_s=step_timeout_s)
+        shared = {"access": access, "grace_s": grace_s, "http": http, "observers": observers}
+        super().__init__(engine, step_timeout_s=step_timeout_s, **shared)
 
     def force(self, prompt: str | list[int], output: str | list[int]) -> None:
         """Make the model answer `prompt` with exactly `output`, then end-of-sequence."""
