@@ -3,13 +3,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.server_client import DEFAULT_URL, KeyOption, UrlOption, checked, server_client
+from llmsched.cli.options.config_flags import EngineOptions, refuse_engine_options, with_engine_options
+from llmsched.cli.server_client import DEFAULT_URL, KeyOption, checked, server_client
 from llmsched.cli.targets.sse import EventParser
+from llmsched.cli.values import server_url
 from llmsched.engine.errors import LlmschedError, check_range
 
 if TYPE_CHECKING:
@@ -18,40 +22,81 @@ if TYPE_CHECKING:
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
+#: Settings of the engine that matter to a chat with a model in this process.
+_KNOBS = ("dtype", "quantization", "kv_cache_dtype", "device", "max_model_len", "gpu_memory_utilization")
+
+
+@with_engine_options(only=(*_KNOBS, "kv_cache_memory_bytes", "model_impl"))
 def chat(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL or URL]",
+            show_default=f"the server at {DEFAULT_URL}",
+            help="http://HOST:PORT of a running server, or a model to load into this process.",
+        ),
+    ] = None,
     message: Annotated[
         str | None,
-        typer.Argument(help="One message, for one answer. Without it, messages are read from the terminal or a pipe."),
+        typer.Option(
+            "--message",
+            "-m",
+            help="One message, for one answer. Without it, messages are read from the terminal or a pipe.",
+        ),
     ] = None,
-    url: UrlOption = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, max=1 << 31, help="Most tokens of an answer.")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Randomness, 0 to 2; 0 takes the most likely token.")
     ] = None,
     api_key: KeyOption = None,
+    *,
+    engine_options: EngineOptions,
 ) -> None:
-    """Talk to the model of a running server. Answers appear as they are generated.
+    """Chat with a model, or with the model of a running server. Answers appear as they are generated.
+
+    With a MODEL, the command loads it, serves it to this process alone, and ends it with the chat. The options of the
+    engine apply only then.
 
     \b
     Examples:
       llmsched chat
-      llmsched chat "Name three rivers." --temperature 0
-      llmsched chat --url http://gpu-box:8000 --system "Answer in French."
+      llmsched chat demo
+      llmsched chat demo -m "Name three rivers." --temperature 0
+      llmsched chat http://gpu-box:8000 --system "Answer in French."
     """
     if temperature is not None:
         check_range("temperature", temperature, 0 <= temperature <= 2, "0 to 2")
     options = {"max_tokens": max_tokens, "temperature": temperature}
     fields = {name: value for name, value in options.items() if value is not None}
     start = [] if system is None else [{"role": "system", "content": system}]
-    with server_client(url, api_key) as client:
-        if message is None and sys.stdin.isatty():
+    if message is None and not sys.stdin.isatty():
+        message = sys.stdin.read()
+    if message is not None and not message.strip():
+        raise LlmschedError("the message is empty; give one with -m or on standard input")
+    with _server(target, api_key, engine_options) as (url, key), server_client(url, key) as client:
+        if message is None:
             _converse(client, start, fields)
-            return
-        text = sys.stdin.read() if message is None else message
-        if not text.strip():
-            raise LlmschedError("the message is empty; give one as an argument or on standard input")
-        _answer(client, [*start, {"role": "user", "content": text}], fields)
+        else:
+            _answer(client, [*start, {"role": "user", "content": message}], fields)
+
+
+@contextmanager
+def _server(target: str | None, api_key: str | None, engine_options: EngineOptions) -> Iterator[tuple[str, str | None]]:
+    """Yield the URL and the key of the server to talk to. If `target` is a model, start a server for it."""
+    url = DEFAULT_URL if target is None else server_url(target)
+    if target is None or url is not None:
+        refuse_engine_options(engine_options)
+        yield url or DEFAULT_URL, api_key
+        return
+    if any(map(str.isspace, target)) and not Path(target).exists():
+        raise LlmschedError(f"{target!r} is neither a model nor a URL; to send it as a message, put -m before it")
+    if api_key is not None:
+        raise LlmschedError("--api-key only has an effect with the URL of a server; a model in this process needs none")
+    from llmsched.cli.serve.private_server import private_server
+
+    with private_server(engine_options.config(target)) as served:
+        yield served
 
 
 def _converse(client: httpx.Client, start: list[dict[str, str]], fields: dict[str, Any]) -> None:

@@ -38,7 +38,8 @@ COMMANDS = {
         ("workload", "workload.command", "Analyse a trace and recommend settings for it."),
         ("calibrate", "calibrate", "Measure how long steps take here, for bench --simulate local."),
         ("profiles", "profiles.command", "List, show and compare profiles written by tune."),
-        ("chat", "chat", "Talk to the model of a running server."),
+        ("chat", "chat", "Chat with a model, or with the model of a running server."),
+        ("top", "top", "Watch the live figures of a running server."),
         ("explain", "explain", "Show how the time of one request was spent."),
         ("verify", "verify", "Compare the engine with plain transformers on your own model."),
     )
@@ -64,6 +65,8 @@ If MODEL is not given, LLMSCHED_MODEL names it; the default is demo.
 EPILOG = """\b
 Examples:
   llmsched serve demo
+  llmsched chat demo
+  llmsched top http://localhost:8000
   llmsched bench http://localhost:8000 --request-rate 4 --num-prompts 200
   llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
   llmsched tune demo --slo-ttft 800ms --slo-itl 50ms

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from enum import Enum
@@ -39,6 +40,9 @@ _SHORT_LABEL = 16
 #: Bars shown at a time, the latest stages.
 _MOST_BARS = 3
 
+#: Consoles that receive what would go to stdout, innermost last.
+_redirected: list[Console] = []
+
 #: Indentation and label at the start of a line, such as "KV memory  ". Further lines begin below the text after it.
 _LABEL = re.compile(r" *(?:\S{2,}(?: \S+)?? {2,})?")
 
@@ -46,6 +50,8 @@ _LABEL = re.compile(r" *(?:\S{2,}(?: \S+)?? {2,})?")
 def stdout() -> Console:
     from rich.console import Console
 
+    if _redirected:
+        return _redirected[-1]
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
@@ -241,6 +247,29 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+@contextmanager
+def full_screen() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Take over the terminal. Yield a function that fills the screen with what another function prints on stdout."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    screen = stdout()
+
+    def show(draw: Callable[[], None]) -> None:
+        written = io.StringIO()
+        page = Console(file=written, force_terminal=True, width=screen.width, highlight=False)
+        _redirected.append(page)
+        try:
+            draw()
+        finally:
+            _redirected.remove(page)
+        live.update(Text.from_ansi(written.getvalue()), refresh=True)
+
+    with Live(console=screen, screen=True, auto_refresh=False) as live:
+        yield show
 
 
 @contextmanager

@@ -42,7 +42,8 @@ def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
             yield client
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise LlmschedError(f"no valid answer from an llmsched server at --url {url}: {reason}") from error
+        advice = "; `llmsched serve` starts a server" if isinstance(error, httpx.ConnectError) else ""
+        raise LlmschedError(f"no valid answer from an llmsched server at {url}: {reason}{advice}") from error
 
 
 def checked(response: httpx.Response, key: str) -> dict[str, Any]:

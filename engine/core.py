@@ -23,6 +23,7 @@ from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.output import OutputStream
 from llmsched.engine.prompt_changes import PromptChanges
 from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
+from llmsched.engine.request_summary import MAX_SUMMARIES, RequestSummary, slowest
 from llmsched.engine.scheduler.deadlines import Deadlines
 from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.stats import EngineStats, StatsRecorder
@@ -83,6 +84,7 @@ class Engine(StepLoop):
         self.open_sequences: dict[str, list[str]] = {}
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._finish_times: deque[float] = deque(maxlen=64)
+        self._ended: deque[RequestSummary] = deque(maxlen=MAX_SUMMARIES)
         self._failing: set[str] = set()
         self._mask_seconds = executor.mask_seconds
         #: Number of the latest sampled rows, in succession, for which the model computed no usable logits.
@@ -283,10 +285,12 @@ class Engine(StepLoop):
     def _end(self, stream: OutputStream, last: RequestOutput) -> None:
         now, reason = self.clock(), last.finish_reason
         assert reason is not None
-        last.record = stream.account(reason, now)
+        summary = stream.summary(reason, now)
+        last.record = summary.record
         self.observe(stream.record_end, self.metrics, reason, now)
         self.recorder.finished[reason] += 1
         self._finish_times.append(now)
+        self._ended.append(summary)
         name = stream.request.request_id
         del self._streams[name]
         names = self.open_sequences[stream.group_id]
@@ -315,6 +319,14 @@ class Engine(StepLoop):
                 break
             timelines.append(Timeline(index, entries[0].time, [replace(entry) for entry in entries]))
         return timelines
+
+    def slowest(self, count: int) -> list[RequestSummary]:
+        """Return the requests whose clients waited longest for a token, slowest first, each with its slowest choice.
+
+        These are `count` of the requests that have not ended and of the latest MAX_SUMMARIES sequences that have.
+        """
+        now = self.clock()
+        return slowest([*self._ended, *(stream.summary(None, now) for stream in self._streams.values())], count)
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import ChoiceRecord, FinishReason, Request, RequestOutput, TokenLogprob
 from llmsched.engine.request_latency import tpot
+from llmsched.engine.request_summary import RequestSummary
 from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.text.detokenizer import Detokenizer
 from llmsched.engine.text.stop import StopMatcher
@@ -30,6 +31,7 @@ class OutputStream:
         self._prompt_logprobs_due = sampling.prompt_logprobs is not None
         self._last_token_time: float | None = None
         self._gaps = array("d")
+        self._longest_gap: float | None = None
 
     def take(self, update: Update) -> RequestOutput | None:
         """Return the output that `update`, the result of one step, adds to the sequence; None if there is no output.
@@ -72,8 +74,10 @@ class OutputStream:
             metrics.observe("time_to_first_token_seconds", now - request.arrival_time)
             self._record_queue_time(metrics)
         else:
-            self._gaps.append(now - self._last_token_time)
-            metrics.observe("inter_token_latency_seconds", self._gaps[-1])
+            gap = now - self._last_token_time
+            metrics.observe("inter_token_latency_seconds", gap)
+            self._gaps.append(gap)
+            self._longest_gap = max(gap, self._longest_gap or 0.0)
         metrics.add("generation_tokens")
         self._last_token_time = now
 
@@ -98,8 +102,8 @@ class OutputStream:
             if (per_token := tpot(ttft, e2e, request.num_output_tokens)) is not None:
                 metrics.observe("request_time_per_output_token_seconds", per_token)
 
-    def account(self, reason: FinishReason, now: float) -> ChoiceRecord:
-        """Return the account of the sequence, which has ended at the time `now`."""
+    def account(self, reason: FinishReason | None, now: float) -> ChoiceRecord:
+        """Return the account of the sequence at the time `now`, at which it has ended if a `reason` is given."""
         request = self.request
         return ChoiceRecord(
             index=self.index,
@@ -115,6 +119,13 @@ class OutputStream:
             end_time=now,
             gaps=self._gaps,
         )
+
+    def summary(self, reason: FinishReason | None, now: float) -> RequestSummary:
+        """Return the summary of the sequence at the time `now`, at which it has ended if a `reason` is given."""
+        stall, last = self._longest_gap, self._last_token_time
+        if last is not None and reason is None:
+            stall = max(now - last, stall or 0.0)
+        return RequestSummary(self.group_id, self.request.status, self.account(reason, now), stall)
 
     def _record_queue_time(self, metrics: EngineMetrics) -> None:
         request = self.request

@@ -188,10 +188,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRecord:
-    """Account of a choice that has ended. Times are in seconds of the engine's clock; None: it did not come so far."""
+    """Account of a choice. Times are in seconds of the engine's clock; None: it has not come so far."""
 
     index: int
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None  # None: the choice has not ended
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
@@ -200,7 +200,7 @@ class ChoiceRecord:
     first_scheduled_time: float | None
     first_token_time: float | None
     last_token_time: float | None
-    end_time: float
+    end_time: float  # if the choice has not ended, the time of this account
     gaps: array[float]  # between one token and the next, in seconds
 
 

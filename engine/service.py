@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import EngineDeadError, InternalError, LlmschedError, RequestError
+from llmsched.engine.recent_stats import RecentStats
 from llmsched.engine.request import RequestOutput, SamplingParams
 from llmsched.engine.request_stream import OpenStreams, RequestStream
 from llmsched.engine.stats import EngineStats
@@ -47,6 +48,7 @@ class AsyncEngine:
         self._streams = OpenStreams()
         self._calls: set[asyncio.Future[Any]] = set()
         self._stats = core.stats()
+        self.recent = RecentStats(self.stats, core.metrics)
         #: Requests that wait in the inbox. The lock keeps a request from counting there and in the scheduler at once.
         self._num_submitted = 0
         self._queue_lock = threading.Lock()

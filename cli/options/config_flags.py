@@ -63,6 +63,13 @@ def with_engine_options(
     return replace_keyword("engine_options", options, _options)
 
 
+def refuse_engine_options(engine_options: EngineOptions) -> None:
+    """Raise LlmschedError if a flag of the engine was given, because the target is a server."""
+    if engine_options.given:
+        names = ", ".join(map(flag, engine_options.given))
+        raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
+
+
 def serve_command(model: str | None, knobs: Mapping[str, Any]) -> str:
     """Return the shell command that serves `model` (None: the default model) with these settings."""
     words = ["llmsched", "serve", *([] if model is None else [model])]

@@ -7,7 +7,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from llmsched.cli.options.config_flags import EngineOptions
+from llmsched.cli.options.config_flags import EngineOptions, refuse_engine_options
 from llmsched.cli.options.flags import flag
 from llmsched.cli.targets.http_target import Endpoint, HttpOptions
 from llmsched.cli.targets.interface import RunPlan
@@ -65,9 +65,7 @@ def http_options(url: str, plan: RunPlan, flags: UrlTargetFlags, engine_options:
 
     Raises LlmschedError for an invalid URL or API key, or if a flag of the engine was given.
     """
-    if engine_options.given:
-        names = ", ".join(map(flag, engine_options.given))
-        raise LlmschedError(f"{names}: the settings of a running server cannot be changed from here")
+    refuse_engine_options(engine_options)
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as problem:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -20,7 +20,6 @@ from llmsched.cli.serve.api_keys import ApiKey
 from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.completion_response import AnswerFailedError, CompletionResponse
 from llmsched.cli.serve.explain_route import AnswerIds, explain_route
-from llmsched.cli.serve.home_page import home_page
 from llmsched.cli.serve.http_body import read_body, until_disconnect
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.key_use import KeyUse
@@ -49,7 +48,9 @@ from llmsched.cli.serve.request_log import EndedRequest, RequestObserver
 from llmsched.cli.serve.responses_answer import ResponsesAnswer, ResponsesFormat
 from llmsched.cli.serve.responses_request import ResponsesRequest
 from llmsched.cli.serve.sse_response import EventStream
+from llmsched.cli.serve.stats_routes import health_body, slowest_route, stats_route
 from llmsched.cli.serve.tokenize_routes import DetokenizeRequest, TokenizeRequest, tokenize_routes
+from llmsched.cli.serve.web_page import web_page_route
 from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.request import ChoiceRecord
 from llmsched.engine.service import AsyncEngine
@@ -76,27 +77,32 @@ def build_app(
     limits: HttpLimits | None = None,
     notation: Notation | None = None,
     observers: Sequence[RequestObserver] = (),
+    *,
+    ui: bool = True,
 ) -> ASGIApp:
     """Return the ASGI application that serves `engine`. `access` does not apply to /, /health, /metrics and
     /openapi.json.
 
     `notation` says how the model writes tool calls and reasoning (default: as its chat template does). The `observers`
-    are called with each request to the model that has ended.
+    are called with each request to the model that has ended. Without `ui` there is no page at /.
     """
     access = access or Access()
     app = FastAPI(title="llmsched", version=version("llmsched"), docs_url=None, redoc_url=None)
     describe(app, _BODIES)
-    app.include_router(_open_routes(engine, has_key=access.has_keys))
+    app.include_router(_open_routes(engine))
+    if ui:
+        app.include_router(web_page_route())
     notation = notation or find_notation(engine.core.tokenizer)
     served = _ServedModel(engine, model_name, limits or HttpLimits(), notation, observers)
     for router in (
         _model_routes(served),
         tokenize_routes(engine.core, served.preparer, served.prepare),
         explain_route(engine, served.answer_ids, served.limits.max_choices),
+        stats_route(engine, model_name),
     ):
         app.include_router(router, dependencies=[Depends(access.client)])
-    administrative = prefix_cache_routes(engine, served.preparer, served.prepare)
-    app.include_router(administrative, dependencies=[Depends(access.admin)])
+    for router in (prefix_cache_routes(engine, served.preparer, served.prepare), slowest_route(engine)):
+        app.include_router(router, dependencies=[Depends(access.admin)])
 
     @app.exception_handler(LlmschedError)
     async def answer_error(request: Request, error: LlmschedError) -> Response:
@@ -125,21 +131,14 @@ def build_app(
     return with_cors(app, access.cors_origins) if access.cors_origins else app
 
 
-def _open_routes(engine: AsyncEngine, *, has_key: bool) -> APIRouter:
+def _open_routes(engine: AsyncEngine) -> APIRouter:
     router = APIRouter()
-
-    @router.get("/", response_class=HTMLResponse)
-    async def home(request: Request) -> str:
-        return home_page(str(request.base_url).rstrip("/"), has_key=has_key)
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
-        problem = engine.diagnose()
-        if problem is None and not engine.draining:
-            return json_response({"status": "ok"})
-        status = "dead" if not engine.healthy else "draining" if engine.draining else "unhealthy"
-        return json_response({"status": status, "error": problem}, 503)
+        body = health_body(engine)
+        return json_response({"status": "ok"}) if body["status"] == "ok" else json_response(body, 503)
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import socket
 
 from llmsched.cli import render
-from llmsched.cli.serve.home_page import commands_to_try
 from llmsched.engine.core import Engine
 from llmsched.engine.memory.graph_memory import CapturedGraphs
 from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
@@ -17,6 +16,7 @@ def show_start(
     listener: socket.socket,
     *,
     has_key: bool,
+    ui: bool = True,
     profile: str | None = None,
     notation: Notation | None = None,
 ) -> None:
@@ -32,9 +32,19 @@ def show_start(
             )
         host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    render.say(f"ready: {url}/v1 (health: {url}/health, metrics: {url}/metrics)")
+    page = f"page: {url}, " if ui else ""
+    render.say(f"ready: {url}/v1 ({page}health: {url}/health, metrics: {url}/metrics)")
     for label, command in zip(("try: ", "or:  "), commands_to_try(url, has_key=has_key), strict=True):
         render.say(f"{label}  {command}", wrap=False)
+
+
+def commands_to_try(url: str, *, has_key: bool) -> tuple[str, str]:
+    """Return an `llmsched chat` and a curl command for the server at `url`."""
+    chat = "llmsched chat" if url.endswith("127.0.0.1:8000") else f"llmsched chat {url}"
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    return f"{chat}{' --api-key KEY' if has_key else ''}", curl
 
 
 def start_rows(

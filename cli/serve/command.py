@@ -44,8 +44,9 @@ class ServerFlags:
         str | None,
         typer.Option(
             envvar="LLMSCHED_ADMIN_API_KEY",
-            help="Key for the routes that show or change what all clients share: /v1/cache, /v1/prefixes and "
-            "/reset_prefix_cache. Without it they work only on a loopback address and without --api-key.",
+            help="Key for the routes that show or change what all clients share: /v1/cache, /v1/prefixes, "
+            "/v1/requests/slowest and /reset_prefix_cache. Without it they work only on a loopback address and without "
+            "--api-key.",
         ),
     ] = None
     api_keys: Annotated[
@@ -73,6 +74,10 @@ class ServerFlags:
             "https://chat.example,http://localhost:3000; * allows all.",
         ),
     ] = None
+    ui: Annotated[
+        bool,
+        typer.Option("--ui/--no-ui", help="Serve a page at / for browsers, with a chat and live figures."),
+    ] = True
     show_prompt_text: Annotated[
         bool,
         typer.Option(
@@ -241,16 +246,22 @@ async def _serve(
 
     if access.key_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, access.key_file)
-    status = asyncio.create_task(log_status(service, flags.status_interval)) if flags.status_interval else None
+    status = asyncio.create_task(log_status(service.recent, flags.status_interval)) if flags.status_interval else None
     logs_requests = flags.log_format == "json" if flags.log_requests is None else flags.log_requests
     observers: list[RequestObserver] = [log_request] if logs_requests else []
     server = Server(
-        build_app(service, name, access, limits, notation, observers),
+        build_app(service, name, access, limits, notation, observers, ui=flags.ui),
         service,
         limits,
         grace_s=flags.grace_period,
         on_ready=lambda: show_start(
-            engine, name, listeners[0], has_key=access.has_keys, profile=flags.profile, notation=notation
+            engine,
+            name,
+            listeners[0],
+            has_key=access.has_keys,
+            ui=flags.ui,
+            profile=flags.profile,
+            notation=notation,
         ),
         on_drain=on_drain,
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -9,6 +10,7 @@ from fastapi.responses import Response
 from llmsched.cli.serve.api_errors import ApiError, json_response
 from llmsched.cli.serve.completion_response import engine_ids
 from llmsched.cli.timeline import timeline_body
+from llmsched.cli.timeline_words import decision_text, summary
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.scheduler.ledger import MAX_REQUESTS
 from llmsched.engine.service import AsyncEngine
@@ -32,7 +34,7 @@ def explain_route(engine: AsyncEngine, answer_ids: AnswerIds, max_choices: int) 
     async def explain(given: str) -> Response:
         for answer_id in (given, answer_ids.get(given, given)):
             if timelines := await engine.call(partial(timelines_of, answer_id=answer_id, max_choices=max_choices)):
-                return json_response({"id": answer_id, "choices": [timeline_body(each) for each in timelines]})
+                return json_response({"id": answer_id, "choices": [_in_words(each) for each in timelines]})
         raise ApiError(
             404,
             f"request {given[:200]!r} is unknown; the server remembers only its latest requests",
@@ -41,6 +43,13 @@ def explain_route(engine: AsyncEngine, answer_ids: AnswerIds, max_choices: int) 
         )
 
     return router
+
+
+def _in_words(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline as JSON, with a `summary` and, in each entry, the decision in words (`why`)."""
+    body = timeline_body(timeline)
+    entries = [{**entry, "why": decision_text(entry)} for entry in body["entries"]]
+    return {**body, "summary": summary(entries), "entries": entries}
 
 
 def timelines_of(engine: Engine, answer_id: str, max_choices: int) -> list[Timeline]:

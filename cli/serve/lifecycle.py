@@ -153,6 +153,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Begin to drain after a signal or an engine failure; return True once the connections may be closed."""
         self._engine.diagnose()
+        self._engine.recent.sample()
         if self._draining is None and (self._is_stopping or not self._engine.healthy):
             self._draining = asyncio.create_task(self._drain())
         return await super().on_tick(counter) or (self._draining is not None and self._draining.done())

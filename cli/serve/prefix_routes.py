@@ -11,13 +11,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from llmsched.cli import render
+from llmsched.cli.live_stats import hit_counts
 from llmsched.cli.serve.api_errors import ApiError, json_response
 from llmsched.cli.serve.openapi import with_body
 from llmsched.cli.serve.prompt_preparation import Preparer
 from llmsched.cli.serve.protocol import PrefixRequest, parse
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, RequestError
-from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.kv.pins import PinState
 from llmsched.engine.prompt_changes import PromptChange
 from llmsched.engine.service import AsyncEngine
@@ -73,9 +73,6 @@ def prefix_cache_routes(
 
 def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None) -> dict[str, Any]:
     """Return the body of GET /v1/cache. `change` tells at which early token recent prompts differ."""
-    misses = dict(stats.prefix_misses)
-    # A tenant must not learn what other tenants have sent.
-    misses[MissKind.COLD] += misses.pop(MissKind.OTHER_SALT)
     queried, hit = stats.prefix_queried_tokens, stats.prefix_hit_tokens
     changed: dict[str, Any] | None = None
     if change is not None:
@@ -95,7 +92,7 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
         },
         "prompt_tokens": {"queried": queried, "hit": hit, "hit_rate": hit / queried if queried else None},
         "recomputed_tokens": stats.recomputed_tokens,
-        "requests": {kind.name.lower(): count for kind, count in misses.items()},
+        "requests": hit_counts(stats.prefix_misses),
         "prompt_change": changed,
     }
 

@@ -32,7 +32,7 @@ class EndedRequest:
     @property
     def reason(self) -> str:
         """Finish reasons of all choices."""
-        return ",".join(dict.fromkeys(choice.finish_reason.value for choice in self.choices))
+        return ",".join(dict.fromkeys(choice.finish_reason for choice in self.choices if choice.finish_reason))
 
     @property
     def arrival_time(self) -> float:

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from command_line import CommandLine
 from scripted import EOS, ScriptedServer
 from tool_templates import THINKING_TEMPLATE
 
+from llmsched.cli import chat
 from llmsched.cli.serve.access import Access
 from llmsched.engine.request import Sequence
 
@@ -49,8 +51,8 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException
 
 
 def test_one_message(command: CommandLine, server: ScriptedServer) -> None:
-    short = command("chat", "Hello", "--url", server.url, "--max-tokens", "3", "--temperature", "0")
-    long = command("chat", "Hello", "--url", server.url + "/v1/", "--max-tokens", "6", "--temperature", "0")
+    short = command("chat", server.url, "-m", "Hello", "--max-tokens", "3", "--temperature", "0")
+    long = command("chat", server.url + "/v1/", "-m", "Hello", "--max-tokens", "6", "--temperature", "0")
     assert (short.code, short.err) == (0, "")
     assert long.out.startswith(short.out.rstrip("\n"))
     assert len(long.out) > len(short.out) > 1
@@ -60,24 +62,24 @@ def test_reasoning_is_shown_before_the_answer(command: CommandLine) -> None:
     server = ScriptedServer(chat_template=THINKING_TEMPLATE).start()
     try:
         server.script.alphabet = [*server.ids("Hm.</think>Yes."), EOS]
-        assert command("chat", "Hello", "--url", server.url).out == "Hm.\n\nYes.\n"
+        assert command("chat", server.url, "-m", "Hello").out == "Hm.\n\nYes.\n"
     finally:
         server.close()
 
 
 def test_a_message_from_a_pipe(command: CommandLine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
-    piped = command("chat", "--url", server.url, "--max-tokens", "3", "--temperature", "0")
-    assert piped.out == command("chat", "Hello", "--url", server.url, "--max-tokens", "3", "--temperature", "0").out
+    piped = command("chat", server.url, "--max-tokens", "3", "--temperature", "0")
+    assert piped.out == command("chat", server.url, "-m", "Hello", "--max-tokens", "3", "--temperature", "0").out
     monkeypatch.setattr(sys, "stdin", io.StringIO(" "))
-    assert command("chat", "--url", server.url).code == 2
+    assert command("chat", server.url).code == 2
 
 
 def test_a_conversation_remembers_until_it_is_cleared(
     command: CommandLine, server: ScriptedServer, prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_lines(monkeypatch, "first", "", "second", "/clear", "third", "/exit")
-    outcome = command("chat", "--url", server.url, "--system", "sys", "--max-tokens", "3")
+    outcome = command("chat", server.url, "--system", "sys", "--max-tokens", "3")
     assert outcome.code == 0
     answers = [line for line in outcome.out.splitlines() if line]
     assert len(answers) == len(prompts) == 3
@@ -94,7 +96,7 @@ def test_a_refused_message_is_forgotten_and_the_conversation_goes_on(
     command: CommandLine, server: ScriptedServer, prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_lines(monkeypatch, "long " * 10_000, "short", "/exit")
-    outcome = command("chat", "--url", server.url, "--max-tokens", "3")
+    outcome = command("chat", server.url, "--max-tokens", "3")
     assert outcome.code == 0
     assert "error: the context of this server is" in outcome.err
     assert len(prompts) == 1
@@ -104,12 +106,38 @@ def test_a_refused_message_is_forgotten_and_the_conversation_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--api-key", "wrong"), "key"),
-        (("--url", "http://127.0.0.1:9"), "no valid answer from an llmsched server at --url http://127.0.0.1:9"),
-        (("--max-tokens", "1000000"), "max_tokens"),
+        (("URL", "--api-key", "wrong"), "key"),
+        (("http://127.0.0.1:9",), "no valid answer from an llmsched server at http://127.0.0.1:9"),
+        (("URL", "--max-tokens", "1000000"), "max_tokens"),
+        (("URL", "--dtype", "float32"), "--dtype: the settings of a running server cannot be changed from here"),
+        (("--device", "cpu"), "--device: the settings of a running server cannot be changed from here"),
+        (("Hello there",), "'Hello there' is neither a model nor a URL; to send it as a message, put -m before it"),
+        (("demo", "--api-key", "k"), "--api-key only has an effect with the URL of a server"),
     ],
 )
 def test_a_failure_is_one_line(
     command: CommandLine, server: ScriptedServer, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert message in command.refused("chat", "Hello", "--url", server.url, *arguments)
+    filled = [server.url if argument == "URL" else argument for argument in arguments]
+    assert message in command.refused("chat", *filled, "-m", "Hello")
+
+
+def test_a_model_is_served_to_this_process_alone(
+    command: CommandLine, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str | None]] = []
+    server_client = chat.server_client
+
+    def noted(url: str, key: str | None) -> Any:
+        seen.append((url, key))
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        return server_client(url, key)
+
+    monkeypatch.setattr(chat, "server_client", noted)
+    flags = ("--max-tokens", "4", "--dtype", "float32", "--device", "cpu", "--kv-cache-memory-bytes", "1MiB")
+    outcome = command("chat", str(tiny_model("llama")), "-m", "Hello", *flags)
+    assert outcome.code == 0
+    assert outcome.out.strip()
+    ((url, _),) = seen
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)

@@ -13,10 +13,10 @@ from command_line import CommandLine
 from fakes import Harness, make_request, tokens
 from scripted import ScriptedServer
 
-from llmsched.cli.explain import _WAITED_FOR, _WORDS, decision_text, summary
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.explain_route import AnswerIds
 from llmsched.cli.timeline import timeline_body
+from llmsched.cli.timeline_words import _WAITED_FOR, _WORDS, decision_text, summary
 from llmsched.engine.core import Timeline
 from llmsched.engine.scheduler.ledger import MAX_REQUESTS
 from llmsched.engine.scheduler.waiting_queue import WaitReason

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli import calibrate, chat, explain
+from llmsched.cli import calibrate, chat, explain, top
 from llmsched.cli.bench import command as bench
 from llmsched.cli.main import COMMANDS, EPILOG, load
 from llmsched.cli.tune import command as tune
@@ -62,6 +62,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         *((tune, each) for each in ("tune_engine", "tune_simulated")),
         *((explain, each) for each in ("_fetch", "read_request")),
         *((chat, each) for each in ("_answer", "_converse")),
+        *((top, each) for each in ("_look", "_print_lines")),
         *(
             (workload, "load_encoder"),
             (build, "build_engine"),

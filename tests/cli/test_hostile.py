@@ -31,13 +31,14 @@ CALLS = {
     "workload": ("workload", "azure-code"),
     "calibrate": ("calibrate", CONFIG),
     "verify": ("verify", CONFIG),
-    "chat": ("chat", "hello", "--url", "http://127.0.0.1:9"),
+    "chat": ("chat", "http://127.0.0.1:9", "-m", "hello"),
+    "top": ("top", "http://127.0.0.1:9"),
 }
 #: Flags whose value is a name, a text or a file.
 WORDS = {
     *("--api-key", "--compare", "--csv", "--file", "--gpu", "--host", "--lengths", "--metrics-prefix", "--output"),
     *("--pin-prefix", "--profile", "--report", "--save", "--save-detailed", "--served-model-name", "--simulate"),
-    *("--admin-api-key", "--allowed-host", "--system", "--tokenizer", "--trace", "--url", "--workload"),
+    *("--admin-api-key", "--allowed-host", "--message", "--system", "--tokenizer", "--trace", "--url", "--workload"),
 }
 HUGE = "9" * 30
 VALUES = ("nan", "inf", "-inf", "-1", HUGE)

@@ -14,7 +14,7 @@ from llmsched.cli.serve.lifecycle import listen
 from llmsched.engine.errors import ConfigError
 
 ADMIN = [("GET", "/v1/cache"), ("GET", "/v1/prefixes"), ("POST", "/v1/prefixes"), ("DELETE", "/v1/prefixes/pin-1")]
-ADMIN += [("POST", "/reset_prefix_cache")]
+ADMIN += [("POST", "/reset_prefix_cache"), ("GET", "/v1/requests/slowest")]
 MODEL = ("POST", "/v1/completions")
 
 

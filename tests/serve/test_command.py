@@ -225,8 +225,8 @@ def test_url(make_server: Any, capsys: pytest.CaptureFixture[str], host: str, sh
         banner.show_start(make_server().engine, "scripted", listener, has_key=True)
         url = f"{shown}{listener.getsockname()[1]}"
         out = capsys.readouterr().out
-    assert f"ready: {url}/v1 " in out
-    assert f"llmsched chat --url {url} --api-key KEY\n" in out
+    assert f"ready: {url}/v1 (page: {url}, health: {url}/health, metrics: {url}/metrics)\n" in out
+    assert f"llmsched chat {url} --api-key KEY\n" in out
     assert (
         f"curl {url}/v1/chat/completions -H 'Authorization: Bearer KEY' -H 'Content-Type: application/json' -d '{{"
         in out

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from fastapi import FastAPI
 from scripted import ScriptedServer, scripted_process
 
 from llmsched.cli.serve.lifecycle import PortInUseError, Server, listen
+from llmsched.engine.recent_stats import RecentStats
 
 PATH = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
@@ -162,6 +164,9 @@ class FakeService:
 
     healthy = True
     stopped = False
+
+    def __init__(self) -> None:
+        self.recent = Mock(RecentStats)
 
     def diagnose(self) -> None:
         pass

@@ -6,19 +6,21 @@ from html.parser import HTMLParser
 
 
 class Tags(HTMLParser):
-    """Parser that fails if tags are closed out of order, and records the addresses that a browser would fetch."""
+    """Parser that fails if tags are closed out of order, and records attributes and what a browser would fetch."""
 
-    VOID = frozenset({"meta", "line", "path", "br"})
+    VOID = frozenset({"meta", "line", "path", "br", "link", "input"})
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
         self.seen: list[str] = []
         self.fetched: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
         self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
         if tag not in self.VOID:
             self.open.append(tag)

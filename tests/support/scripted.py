@@ -123,9 +123,11 @@ class LiveServer:
         http: HttpLimits | None = None,
         step_timeout_s: float = 0.0,
         observers: Collection[RequestObserver] = (),
+        ui: bool = True,
     ) -> None:
         self.engine = engine
         self._observers = observers
+        self._ui = ui
         self._step_timeout_s = step_timeout_s
         self.tokenizer = engine.tokenizer
         self.listeners = lifecycle.listen("127.0.0.1", 0)
@@ -162,7 +164,9 @@ class LiveServer:
     async def run(self) -> None:
         self.service = AsyncEngine(self.engine, step_timeout_s=self._step_timeout_s)
         self.service.start()
-        self.app = build_app(self.service, self._name, self._access, self._limits, observers=self._observers)
+        self.app = build_app(
+            self.service, self._name, self._access, self._limits, observers=self._observers, ui=self._ui
+        )
         self._server = lifecycle.Server(
             self.app, self.service, self._limits, grace_s=self._grace_s, on_ready=self._ready.set
         )
@@ -186,6 +190,7 @@ class ScriptedServer(LiveServer):
         step_timeout_s: float = 0.0,
         http: HttpLimits | None = None,
         observers: Collection[RequestObserver] = (),
+        ui: bool = True,
         **config: Any,
     ) -> None:
         fast = build_tokenizer(bos=bos, chat_template=chat_template)
@@ -197,7 +202,7 @@ class ScriptedServer(LiveServer):
         info = ModelInfo(MODEL, "llama", VOCAB_SIZE, 512, frozenset({EOS}), sampling_defaults or {})
         resolved_config = resolved(**settings)
         engine = Engine(resolved_config, info, tokenizer, self.executor, make_kv(resolved_config, num_blocks))
-        shared = {"access": access, "grace_s": grace_s, "http": http, "observers": observers}
+        shared = {"access": access, "grace_s": grace_s, "http": http, "observers": observers, "ui": ui}
         super().__init__(engine, step_timeout_s=step_timeout_s, **shared)
 
     def force(self, prompt: str | list[int], output: str | list[int]) -> None:

@@ -1,0 +1,57 @@
+"""Routes behind the page at / and `llmsched top`: live figures, and the requests whose clients waited longest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from llmsched.cli.live_stats import stats_body, summary_body
+from llmsched.cli.serve.api_errors import json_response
+from llmsched.engine.core import Engine
+from llmsched.engine.service import AsyncEngine
+
+#: Number of slowest requests in an answer.
+NUM_SLOWEST = 10
+
+
+def health_body(engine: AsyncEngine) -> dict[str, str | None]:
+    """Return "ok", "draining", "unhealthy" or "dead" as `status`, and the reason as `error`."""
+    problem = engine.diagnose()
+    if problem is None and not engine.draining:
+        return {"status": "ok", "error": None}
+    return {
+        "status": "dead" if not engine.healthy else "draining" if engine.draining else "unhealthy",
+        "error": problem,
+    }
+
+
+def stats_route(engine: AsyncEngine, model_name: str) -> APIRouter:
+    """Return the route /v1/stats, with the figures of the latest minute."""
+    router = APIRouter()
+
+    @router.get("/v1/stats")
+    async def stats() -> Response:
+        before, now = engine.recent.window()
+        uptime_s = round(now.time - engine.recent.start, 3)
+        return json_response(
+            {"model": model_name, "uptime_s": uptime_s} | health_body(engine) | stats_body(before, now)
+        )
+
+    return router
+
+
+def slowest_route(engine: AsyncEngine) -> APIRouter:
+    """Return the route /v1/requests/slowest. It is administrative, because it names the requests of all clients."""
+    router = APIRouter()
+
+    @router.get("/v1/requests/slowest")
+    async def slowest() -> Response:
+        def look(core: Engine) -> list[dict[str, Any]]:
+            now = core.clock()
+            return [summary_body(each, now) for each in core.slowest(NUM_SLOWEST)]
+
+        return json_response({"object": "list", "data": await engine.call(look)})
+
+    return router
