@@ -51,7 +51,7 @@ from llmsched.cli.serve.sse_response import EventStream
 from llmsched.cli.serve.stats_routes import health_body, slowest_route, stats_route
 from llmsched.cli.serve.tokenize_routes import DetokenizeRequest, TokenizeRequest, tokenize_routes
 from llmsched.cli.serve.web_page import web_page_route
-from llmsched.engine.errors import EngineDeadError, LlmschedError
+from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError
 from llmsched.engine.request import ChoiceRecord
 from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.parsers.notation import Notation, find_notation
@@ -80,8 +80,8 @@ def build_app(
     *,
     ui: bool = True,
 ) -> ASGIApp:
-    """Return the ASGI application that serves `engine`. `access` does not apply to /, /health, /metrics and
-    /openapi.json.
+    """Return the ASGI application that serves `engine`. `access` does not apply to /, /health, /ready, /metrics
+    and /openapi.json.
 
     `notation` says how the model writes tool calls and reasoning (default: as its chat template does). The `observers`
     are called with each request to the model that has ended. Without `ui` there is no page at /.
@@ -139,6 +139,18 @@ def _open_routes(engine: AsyncEngine) -> APIRouter:
     async def health() -> Response:
         body = health_body(engine)
         return json_response({"status": "ok"}) if body["status"] == "ok" else json_response(body, 503)
+
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
+    async def ready() -> Response:
+        """Answer 200 while new requests are taken. /health stays 200 while the queue is full."""
+        if (answer := await health()).status_code != 200:
+            return answer
+        try:
+            engine.check_queue()
+        except QueueFullError as error:
+            return json_response({"status": "full", "error": str(error)}, 503)
+        return json_response({"status": "ready"})
 
     @router.get("/metrics")
     async def metrics() -> Response:

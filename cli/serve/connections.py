@@ -34,11 +34,11 @@ _PINGS_S = (0.2, 0.1, 0.4, 0.8)
 #: Requests that begin before the event loop turns to other work, such as probes and the tokens of streams.
 _REQUEST_BATCH = 8
 _LOG_INTERVAL_S = 60.0
-_PROBES = frozenset({"/health", "/metrics"})
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 
 class ConnectionPool:
-    """Pool of open connections: at most `limit`, and a few more for probes of /health and /metrics."""
+    """Pool of open connections: at most `limit`, and a few more for probes of /health, /ready and /metrics."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits

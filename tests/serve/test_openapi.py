@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from scripted import ScriptedServer
 
 ROUTES = [
-    *(("GET", path) for path in ("/", "/health", "/metrics", "/version", "/v1/models", "/v1/models/{name}")),
+    *(("GET", path) for path in ("/", "/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/{name}")),
     *(("GET", path) for path in ("/v1/cache", "/v1/prefixes", "/v1/requests/{given}/explain", "/v1/stats")),
     ("GET", "/v1/requests/slowest"),
     *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")),
