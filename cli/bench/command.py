@@ -96,6 +96,7 @@ def bench(
       llmsched bench demo --profile demo --request-rate 2
       llmsched bench --self-check
       llmsched bench Qwen/Qwen3-8B --simulate h100 --workload azure-code
+      llmsched bench Qwen/Qwen3-8B --simulate h100 --replicas 8 --router prefix --trace requests.jsonl
       llmsched bench Qwen/Qwen3-8B --simulate h100:vllm --quantization fp8_block --max-concurrency 64
     """
     outputs.check(modes, load_options.trace)
@@ -104,6 +105,8 @@ def bench(
             formats = ", ".join(ONLINE_FORMATS)
             raise ConfigError("quantization", f"{quantization} needs --simulate; without it, allowed is {formats}")
         engine_options = replace(engine_options, given={**engine_options.given, "quantization": quantization})
+    if simulate is None and (extra := {"--replicas", "--router"} & set(typed_options(context))):
+        raise LlmschedError(f"{', '.join(sorted(extra))}: applies only to --simulate; leave it out, or add --simulate")
     if not modes.find_knee:
         load_options.load.check_shape()
     plan = RunPlan(
@@ -140,12 +143,16 @@ def bench(
                     render.warn(warning)
             config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
             if modes.compare is not None:
-                job = bench_compare(config, options.given, simulate, modes, plan, progress, quantization)
+                job = bench_compare(
+                    config, options.given, simulate, modes, plan, progress, quantization, modes.replication
+                )
             else:
                 if simulate is None:
                     opening = open_engine(config, plan, progress)
                 else:
-                    opening = open_simulated(config, simulate, plan, progress, render.warn, quantization)
+                    opening = open_simulated(
+                        config, simulate, plan, progress, render.warn, quantization, modes.replication
+                    )
                 job = bench_target(opening, None, modes, plan, progress)
         result = asyncio.run(job)
     outputs.give_out(result)

@@ -9,8 +9,10 @@ from llmsched.cli.bench.compare.variants import SYNTAX
 from llmsched.cli.bench.knee.knee_exploration import SLACK
 from llmsched.cli.bench.knee.knee_search import ATTAINMENT, TOLERANCE
 from llmsched.cli.options.flags import flag, typed
+from llmsched.cli.targets.simulated_replicas import MAX_REPLICAS, Replication
 from llmsched.cli.values import fraction
 from llmsched.engine.errors import LlmschedError
+from llmsched.engine.routing.router import RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,27 @@ class ModeFlags:
             help="Check the accuracy of this bench on this machine against a built-in server with known timings.",
         ),
     ] = False
+
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_REPLICAS,
+            help="With --simulate: replicas of the engine, each on a GPU of its own, behind a router.",
+        ),
+    ] = 1
+    router: Annotated[
+        str,
+        typer.Option(
+            metavar="RULE",
+            help=f"With --replicas: the rule that chooses a replica for each request: {', '.join(RULES)}. prefix "
+            "chooses the lowest expected time to first token, affinity as Ray Serve's PrefixCacheAffinityRouter does.",
+        ),
+    ] = "prefix"
+
+    @property
+    def replication(self) -> Replication:
+        return Replication(self.replicas, self.router)
 
     @property
     def one_run(self) -> bool:

@@ -20,6 +20,7 @@ from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import RequestFailed, RequestRecord, RunRecord
 from llmsched.cli.figures.registry import as_json
 from llmsched.cli.targets.interface import OpenTarget, RunPlan, TargetUnreachableError
+from llmsched.cli.targets.simulated_replicas import ONE_REPLICA, Replication
 from llmsched.cli.targets.simulated_target import refuse_warmup
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
@@ -69,6 +70,7 @@ async def bench_compare(
     plan: RunPlan,
     progress: Progress,
     quantization: str | None = None,
+    replication: Replication = ONE_REPLICA,
 ) -> Result:
     """Run the load with each variant and compare the figures. Raises LlmschedError for invalid variants.
 
@@ -84,7 +86,7 @@ async def bench_compare(
         engines.check()
     else:
         refuse_warmup(plan)
-        run_variant = simulated_variants(configs, simulate, plan, progress, quantization)
+        run_variant = simulated_variants(configs, simulate, plan, progress, quantization, replication)
     compared = await compare(list(configs), run_variant, plan, 2 if modes.rounds is None else modes.rounds, progress)
     report = comparison_json(compared)
     well = all(not run["failed"] and run["completed"] for run in report["runs"])

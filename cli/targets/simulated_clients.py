@@ -5,7 +5,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from itertools import islice
 
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord
 from llmsched.cli.load.load import PlannedRequest
@@ -14,35 +13,50 @@ from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import Request
 from llmsched.engine.simulated_engine import SimulatedEngine
 
+#: Chooses the index of the engine for a request: called with its name, its prompt and the time.
+Route = Callable[[str, list[int], float], int]
+
+
+def to_first_engine(name: str, prompt: list[int], now: float) -> int:
+    return 0
+
 
 class SimulatedClients:
-    """Clients that send a load to a simulated engine and keep records as `run_load` does, but in virtual time."""
+    """Clients that send a load to simulated engines and keep records as `run_load` does, but in virtual time.
+
+    `route` chooses the engine for each request. The engines' clocks advance independently: the engine whose next step
+    begins first is the next to step. `on_end` is called with the record of each request that ends.
+    """
 
     def __init__(
         self,
         planned: Sequence[PlannedRequest],
-        engine: SimulatedEngine,
+        engines: Sequence[SimulatedEngine],
         *,
         closed: bool,
         max_concurrency: int | None,
         timeout: float | None,
         stop_after: float | None = None,
+        route: Route = to_first_engine,
         on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
-        self._start = start = engine.clock.now
+        self._start = start = engines[0].clock.now
         self._stop = start + stop_after if closed and stop_after is not None else math.inf
-        self._engine = engine
+        self._engines = engines
         self._closed = closed
-        self._timeout = timeout
+        self._timeout = math.inf if timeout is None else timeout
+        self._route = route
         self._on_end = on_end
         self._coming = deque(planned)
         self._free = [start] * (len(planned) if max_concurrency is None else max_concurrency)
         self._running: dict[str, tuple[RequestRecord, Request]] = {}
-        self._deadlines: deque[tuple[float, str]] = deque()
+        #: For each engine: the time at which its next step begins, and the deadlines of its requests, soonest first.
+        self._ready = [math.inf] * len(engines)
+        self._deadlines: list[deque[tuple[float, str]]] = [deque() for _ in engines]
         self._records: list[RequestRecord] = []
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> list[RequestRecord]:
-        """Run the engine until the load ends. Return the records of all requests sent, in the order of sending.
+        """Run the engines until the load ends. Return the records of all requests sent, in the order of sending.
 
         Call `after_step` after each step. Raises CancelledError after a step if Ctrl-C has cancelled the current task.
         """
@@ -50,50 +64,77 @@ class SimulatedClients:
             task = asyncio.current_task()
         except RuntimeError:  # outside an event loop
             task = None
-        while self._advance():
-            updates = self._engine.step()
-            self._end_overdue()
-            now = self._engine.clock.now
-            chunk = Chunk(now, "", 1)
-            for update in updates:
-                request = update.request
-                if (running := self._running.get(request.request_id)) is None:
-                    continue
-                if update.result.token_id is not None:
-                    running[0].chunks.append(chunk)
-                if request.finish_reason is not None:
-                    empty = RequestFailed("empty stream", "the request ended without a token")
-                    self._end(request.request_id, now, None if running[0].chunks else empty)
+        while (index := self._next_engine()) is not None:
+            self._step(index)
             after_step()
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError
         return self._records
 
-    def _advance(self) -> bool:
-        """Send due requests and advance the clock to the next step. Return False if all requests have ended."""
-        engine = self._engine
+    def _step(self, index: int) -> None:
+        engine = self._engines[index]
+        updates = engine.step()
+        self._end_overdue(index)
+        now = engine.clock.now
+        chunk = Chunk(now, "", 1)
+        for update in updates:
+            request = update.request
+            if (running := self._running.get(request.request_id)) is None:
+                continue
+            if update.result.token_id is not None:
+                running[0].chunks.append(chunk)
+            if request.finish_reason is not None:
+                empty = RequestFailed("empty stream", "the request ended without a token")
+                self._end(request.request_id, now, None if running[0].chunks else empty, index)
+        times = engine.skip_decodes(self._uneventful_until(index))
+        if times:
+            *earlier, last = (Chunk(time, "", 1) for time in times)
+            self._add_chunks(engine, earlier)
+            self._end_overdue(index)  # only the last of these steps can end after a deadline
+            self._add_chunks(engine, [last])
+        self._ready[index] = _next_step(engine)
+
+    def _uneventful_until(self, index: int) -> float:
+        """Return the time before which no request of the engine is cut short, and no request is sent to any engine."""
+        until = min(self._next_due(), self._next_deadline(index))
+        if self._coming and not self._free:  # a step of another engine may free a client
+            until = min([until, *self._ready[:index], *self._ready[index + 1 :]])
+        return until
+
+    def _add_chunks(self, engine: SimulatedEngine, chunks: list[Chunk]) -> None:
+        for request in engine.scheduler.running:
+            self._running[request.request_id][0].chunks.extend(chunks)
+
+    def _next_engine(self) -> int | None:
+        """Send due requests, and return the engine whose next step begins first; None if all requests have ended."""
         while True:
-            while self._coming and self._free and (due := self._due(self._coming[0])) <= engine.clock.now:
+            begin, due = min(self._ready), self._next_due()
+            if due == begin == math.inf:
+                return None
+            if due <= begin:
                 if due >= self._stop:
                     self._coming.clear()
                 else:
                     heappop(self._free)
                     self._send(self._coming.popleft(), due)
-            until = engine.idle_until()
-            if engine.has_work() and until is None:
-                return True
-            next_due = [self._due(self._coming[0])] if self._coming and self._free else []
-            if until is not None:
-                engine.wait_until(min([until, *next_due, *(deadline for deadline, _ in islice(self._deadlines, 1))]))
-                self._end_overdue()
-            elif next_due:
-                engine.wait_until(next_due[0])
-            else:
-                return False
+                continue
+            index = self._ready.index(begin)
+            deadline = self._next_deadline(index)
+            self._engines[index].wait_until(min(begin, deadline))
+            if begin <= deadline:
+                return index
+            self._end_overdue(index)
+            self._ready[index] = _next_step(self._engines[index])
 
-    def _due(self, planned: PlannedRequest) -> float:
-        """Return when a request can be sent: at its due time or, if no client was free then, when one became free."""
-        return max(self._start if self._closed else self._start + planned.offset, self._free[0])
+    def _next_due(self) -> float:
+        """Return when the next request can be sent: at its due time or, if no client is free then, when one is."""
+        if not (self._coming and self._free):
+            return math.inf
+        return max(self._start if self._closed else self._start + self._coming[0].offset, self._free[0])
+
+    def _next_deadline(self, index: int) -> float:
+        deadlines = self._deadlines[index]
+        return deadlines[0][0] if deadlines else math.inf
 
     def _send(self, planned: PlannedRequest, now: float) -> None:
         record = RequestRecord(planned.index, scheduled=now if self._closed else self._start + planned.offset)
@@ -104,30 +145,43 @@ class SimulatedClients:
         # Padded so that ids sort in the order of arrival, which breaks ties between requests of the same time.
         name = record.request_id = f"bench-{planned.index:09}"
         record.asked_tokens = planned.output_len
+        index = self._route(name, prompt, now)
+        engine = self._engines[index]
+        engine.wait_until(now)
         try:
-            request = self._engine.add(name, prompt, planned.output_len, now)
+            request = engine.add(name, prompt, planned.output_len, now)
         except LlmschedError as problem:
             record.end, record.failure = now, RequestFailed("refused", str(problem))
             heappush(self._free, now)
             self._on_end(record)
             return
         self._running[name] = (record, request)
-        if self._timeout is not None:
-            self._deadlines.append((now + self._timeout, name))
+        if self._timeout < math.inf:
+            self._deadlines[index].append((now + self._timeout, name))
+        self._ready[index] = _next_step(engine)
 
-    def _end_overdue(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._engine.clock.now:
-            deadline, name = self._deadlines.popleft()
+    def _end_overdue(self, index: int) -> None:
+        engine, deadlines = self._engines[index], self._deadlines[index]
+        while deadlines and deadlines[0][0] <= engine.clock.now:
+            deadline, name = deadlines.popleft()
             if name in self._running:
-                self._engine.abort(self._running[name][1])
-                self._end(name, deadline, RequestFailed("timeout", f"not finished after {self._timeout:g} s"))
+                engine.abort(self._running[name][1])
+                self._end(name, deadline, RequestFailed("timeout", f"not finished after {self._timeout:g} s"), index)
 
-    def _end(self, name: str, now: float, failure: RequestFailed | None) -> None:
+    def _end(self, name: str, now: float, failure: RequestFailed | None, index: int) -> None:
         record, request = self._running.pop(name)
         record.end, record.failure = now, failure
         record.usage = ReportedUsage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
         record.finish_reason = request.finish_reason
-        if entries := self._engine.scheduler.ledger.entries(name):
+        if entries := self._engines[index].scheduler.ledger.entries(name):
             record.timeline = Timeline(0, entries[0].time, entries)
         heappush(self._free, now)
         self._on_end(record)
+
+
+def _next_step(engine: SimulatedEngine) -> float:
+    """Return the time at which the engine's next step begins; infinite if it has nothing to compute."""
+    if not engine.has_work():
+        return math.inf
+    until = engine.idle_until()
+    return engine.clock.now if until is None else until

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,13 +19,16 @@ from llmsched.cli.load.prompts import COMMON_IDS, TextEncoder, WordEncoder, load
 from llmsched.cli.load.traces.trace import Content
 from llmsched.cli.targets.interface import OpenTarget, RunPlan
 from llmsched.cli.targets.load_run import MOST_SAMPLES
-from llmsched.cli.targets.simulated_clients import SimulatedClients
+from llmsched.cli.targets.simulated_clients import SimulatedClients, to_first_engine
+from llmsched.cli.targets.simulated_replicas import ONE_REPLICA, Replication, SimulatedRouter
 from llmsched.engine.blueprint import Blueprint, gpu_blueprint, local_blueprint
 from llmsched.engine.config import EngineConfig, Limits
 from llmsched.engine.errors import ConfigError, LlmschedError, setting
 from llmsched.engine.goodput import Slo
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.progress import Progress, silent
+from llmsched.engine.simulated_engine import SimulatedEngine
 from llmsched.profiles.calibrated import LOCAL
 
 #: Callback for a warning to the user.
@@ -59,50 +62,68 @@ def simulate_run(
     timeout: float | None = None,
     progress: Progress = silent,
     warn: Warn = no_warning,
+    replication: Replication = ONE_REPLICA,
     **limits: Unpack[Limits],
 ) -> RunRecord:
-    """Serve a load on a new engine of `blueprint` in virtual time, and return the record of the run.
+    """Serve a load on new engines of `blueprint` in virtual time, and return the record of the run.
 
     `limits` replace the blueprint's limits, such as max_num_seqs. `timeout` is in seconds of virtual time per request.
     `warn` is called if the model's tokenizer is not on this disk. Raises ConfigError if the limits exceed the
     blueprint's memory reservation.
     """
-    engine = blueprint.engine(**limits)
+    engines = [blueprint.engine(**limits) for _ in range(replication.replicas)]
+    router = SimulatedRouter(engines, replication.router, workload.seed) if len(engines) > 1 else None
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
     total = 0 if workload.stop_after else len(planned)
-    engine.on_step = meter = KVMeter()
-    samples: list[TargetState] = []
-    interval = next_sample = _SAMPLE_INTERVAL
-
-    def sample() -> None:
-        nonlocal interval, next_sample
-        if (now := engine.clock.now) < next_sample:
-            return
-        scheduler, usage = engine.scheduler, engine.scheduler.kv_usage()
-        samples.append(target_state(now, len(scheduler.running), len(scheduler.waiting), usage))
-        if len(samples) > MOST_SAMPLES:
-            del samples[1::2]
-            interval *= 2
-        next_sample = now + interval
+    # A meter observes each step, which a simulation of many replicas skips where it can.
+    meter = KVMeter() if router is None else None
+    engines[0].on_step = meter
+    samples = _Samples(engines)
 
     def count(record: RequestRecord) -> None:
         nonlocal ended
         ended += 1
+        if router is not None:
+            router.ended(record)
         progress("requests", ended, total)
 
     with _interrupted_at_once():
         clients = SimulatedClients(
             planned,
-            engine,
+            engines,
             closed=workload.closed,
             max_concurrency=workload.max_concurrency,
             timeout=timeout,
             stop_after=workload.stop_after,
+            route=to_first_engine if router is None else router.route,
             on_end=count,
         )
-        records = clients.run(sample)
-    preemptions, parts = engine.scheduler.counters.num_preemptions, blueprint.plan.parts
-    return RunRecord(records, preemptions, None, False, samples, parts, meter=meter)
+        records = clients.run(samples.take)
+    preemptions = sum(engine.scheduler.counters.num_preemptions for engine in engines)
+    return RunRecord(records, preemptions, None, False, samples.taken, blueprint.plan.parts, meter=meter)
+
+
+class _Samples:
+    """Samples of the state of all engines together, at most MOST_SAMPLES."""
+
+    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
+        self.taken: list[TargetState] = []
+        self._engines = engines
+        self._interval = self._next = _SAMPLE_INTERVAL
+
+    def take(self) -> None:
+        """Take a sample if one is due."""
+        now = max(engine.clock.now for engine in self._engines)
+        if now < self._next:
+            return
+        schedulers = [engine.scheduler for engine in self._engines]
+        usage = KVUsage(*map(sum, zip(*(scheduler.kv_usage() for scheduler in schedulers), strict=True)))
+        running, waiting = (sum(len(getattr(s, name)) for s in schedulers) for name in ("running", "waiting"))
+        self.taken.append(target_state(now, running, waiting, usage))
+        if len(self.taken) > MOST_SAMPLES:
+            del self.taken[1::2]
+            self._interval *= 2
+        self._next = now + self._interval
 
 
 @contextmanager
@@ -157,15 +178,18 @@ async def open_simulated(
     progress: Progress,
     warn: Warn = no_warning,
     quantization: str | None = None,
+    replication: Replication = ONE_REPLICA,
 ) -> AsyncIterator[OpenTarget]:
     """Make a blueprint (see `make_blueprint`) and yield it as a target. Raises LlmschedError if `plan` has warm-ups."""
     refuse_warmup(plan)
-    blueprint = make_blueprint(config, device, progress, quantization)
+    blueprint = replication.of(make_blueprint(config, device, progress, quantization))
     for note in blueprint.notes:
         warn(note)
 
     async def measure(workload: Load, slo: Slo, progress: Progress) -> Measurement:
-        run = simulate_run(blueprint, workload, timeout=plan.timeout, progress=progress, warn=warn)
+        run = simulate_run(
+            blueprint, workload, timeout=plan.timeout, progress=progress, warn=warn, replication=replication
+        )
         return measure_run(run, workload, slo)
 
     yield OpenTarget(config.model, blueprint.provenance, 0, measure, blueprint.config.chosen())

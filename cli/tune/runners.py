@@ -177,7 +177,7 @@ class SimulatedRunner(TrialRunner):
         planned, stop_after = plan_first(work.load, requests, work.ids, work.encode)
         clients = SimulatedClients(
             planned,
-            engine,
+            [engine],
             closed=work.load.closed,
             max_concurrency=work.load.max_concurrency,
             timeout=work.timeout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -63,6 +64,13 @@ def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
         window_pairs=window_pairs,
         sampled_rows=sampled,
     )
+
+
+def decode_shape(ends: Sequence[int], window: int | None = None) -> StepShape:
+    """Return the shape of a step of decodes, of which each reads and extends its KV to `ends[i]` tokens."""
+    kv = sum(ends)
+    window_kv = kv if window is None else sum(min(end, window) for end in ends)
+    return StepShape(0, len(ends), kv, window_kv_tokens=window_kv, sampled_rows=len(ends))
 
 
 def _pairs(start: int, count: int) -> int:

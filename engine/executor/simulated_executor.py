@@ -44,5 +44,9 @@ class SimulatedExecutor(SynchronousExecutor):
         length = self.output_length(sequence)
         if length is not None and sequence.num_output_tokens + 1 >= length and sequence.stop_ids:
             return RowResult(token_id=min(sequence.stop_ids))
-        # Never a stop id, and different for each request, so that outputs do not look like shared prefixes.
-        return RowResult(token_id=1_000_000 + zlib.crc32(sequence.request_id.encode()) % 1_000_000)
+        return RowResult(token_id=invented_token(sequence.request_id))
+
+
+def invented_token(request_id: str) -> int:
+    """Return the output token of a request: never a stop id, and its own, so that outputs share no prefixes."""
+    return 1_000_000 + zlib.crc32(request_id.encode()) % 1_000_000

@@ -172,9 +172,11 @@ class PrefixCache:
         """
         table, size = request.table, self.tree.block_size
         self.in_flight.remove(request)
-        for index in range(table.num_findable, num_whole):
+        first, key_bytes = table.num_findable, size * TOKEN_BYTES
+        tokens = encode(request.token_ids[first * size : num_whole * size])
+        for index in range(first, num_whole):
             ours, ours_of_window = table.column(index)
-            key = encode(request.token_ids[index * size : (index + 1) * size])
+            key = tokens[(index - first) * key_bytes : (index - first + 1) * key_bytes]
             node = self.tree.insert(table.node, key, request.cache_salt, ours)
             if node.blocks is ours:
                 self.pool.set_findable(ours)

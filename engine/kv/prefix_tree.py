@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 TOKEN_BYTES = 4
 #: Limit on the candidates compared to find a partly matching block, newest first: children of a node, or requests that
@@ -30,13 +30,14 @@ def num_common_tokens(one: bytes, two: bytes) -> int:
 class PrefixNode:
     """Node of the prefix tree: the cached KV of one block of tokens. The path from the root is the whole prefix."""
 
-    __slots__ = ("blocks", "children", "key", "parent", "path_hash", "window_blocks")
+    __slots__ = ("blocks", "children", "depth", "key", "parent", "path_hash", "window_blocks")
 
     def __init__(self, key: bytes, blocks: tuple[int, ...], parent: PrefixNode | None, path_hash: int) -> None:
         self.key = key  # encoded tokens
         self.blocks = blocks  # one for each full-attention group
         self.window_blocks: tuple[int, ...] = ()  # one for each sliding-window group, until evicted
         self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1  # blocks in the prefix
         self.path_hash = path_hash  # identifies the prefix and its salt, even after the node is removed
         self.children: dict[bytes, PrefixNode] = {}
 
@@ -51,6 +52,14 @@ class Root(PrefixNode):
         self.salt = salt
 
 
+class TreeObserver(Protocol):
+    """Observer of the nodes of a prefix tree."""
+
+    def add(self, node: PrefixNode) -> None: ...
+
+    def remove(self, node: PrefixNode) -> None: ...
+
+
 class PrefixTree:
     """Tree of token blocks with one root per cache salt.
 
@@ -60,6 +69,7 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.observer: TreeObserver | None = None
         self._key_bytes = block_size * TOKEN_BYTES
         self._roots: dict[str, Root] = {}
         self._node_of_block: dict[int, PrefixNode] = {}
@@ -119,6 +129,8 @@ class PrefixTree:
             node = PrefixNode(key, blocks, parent, self.path_hash(parent, salt, key))
             parent.children[key] = node
             self._node_of_block.update(dict.fromkeys(blocks, node))
+            if self.observer is not None:
+                self.observer.add(node)
         return node
 
     def add_window(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
@@ -153,6 +165,8 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
+        if self.observer is not None:
+            self.observer.remove(node)
         if isinstance(parent, Root) and not parent.children:
             del self._roots[parent.salt]
 

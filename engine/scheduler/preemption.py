@@ -63,9 +63,13 @@ class MeasuredCosts:
         computing = result.elapsed - result.swap_elapsed
         num_prefill_tokens = plan.num_tokens - len(plan.rows)
         if num_prefill_tokens == 0:
-            self._decode_step.add(computing, 1)
+            self.learn_decodes(computing)
         else:
             self.prefill_token.add(max(0.0, computing - self._decode_step.per_unit), num_prefill_tokens)
+
+    def learn_decodes(self, seconds: float) -> None:
+        """Add the time of a step without prefills and copies."""
+        self._decode_step.add(seconds, 1)
 
 
 class Loss(NamedTuple):

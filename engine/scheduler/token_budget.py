@@ -98,24 +98,34 @@ class Pacer:
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Add a computed plan and its time in seconds to the step-time model."""
-        self._num_steps += 1
         has_prefills = bool(plan.rows) and plan.rows[-1].num_tokens > 1  # decodes are the first rows
-        is_due = has_prefills or not self.model.trusted or self._num_steps % LEARN_EVERY == 0
-        if is_due and not self._is_baseline:
+        if self._is_due(has_prefills):
             # `shape_of` also counts what this model does not use, which takes time in every step.
             counts = [row.num_tokens for row in plan.rows]
             prefills = [count for count in counts if count > 1]
             kv_tokens = sum([row.start for row in plan.rows]) + sum(counts)
-            shape = StepShape(sum(prefills), len(counts) - len(prefills), kv_tokens)
-            if self.model.trusted:
-                seconds = min(seconds, OUTLIER * max(self.model.predict(shape), LEAST_TARGET))
-            self.model.learn(shape, seconds)
+            self._learn(StepShape(sum(prefills), len(counts) - len(prefills), kv_tokens), seconds)
         if self.limit < self._most:
             self._calm_steps += 1
             if self._calm_steps >= self._raise_after:
                 self._calm_steps, self._was_raised = 0, True
                 self.limit = min(self._most, 2 * self.limit)
                 logger.info("enough memory for %d steps: steps have at most %d tokens", self._raise_after, self.limit)
+
+    def learn_decodes(self, shape: StepShape, seconds: float) -> None:
+        """Add a step of decodes alone to the step-time model, as `learn(...)` does for a plan."""
+        if self._is_due(has_prefills=False):
+            self._learn(shape, seconds)
+
+    def _is_due(self, has_prefills: bool) -> bool:
+        self._num_steps += 1
+        is_due = has_prefills or not self.model.trusted or self._num_steps % LEARN_EVERY == 0
+        return is_due and not self._is_baseline
+
+    def _learn(self, shape: StepShape, seconds: float) -> None:
+        if self.model.trusted:
+            seconds = min(seconds, OUTLIER * max(self.model.predict(shape), LEAST_TARGET))
+        self.model.learn(shape, seconds)
 
     def lower(self, num_tokens: int) -> None:
         """Limit later steps to half of `num_tokens`, the size of a step that ran out of memory."""

@@ -13,6 +13,7 @@ from llmsched.cli.load.prompts import usable_ids
 from llmsched.cli.targets.engine_target import EngineTarget, running
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.load_run import send_workload, warm_up
+from llmsched.cli.targets.simulated_replicas import Replication
 from llmsched.cli.targets.simulated_target import make_blueprint, simulate_run
 from llmsched.engine.config import LIMITS, EngineConfig
 from llmsched.engine.progress import Progress
@@ -98,16 +99,25 @@ class VariantEngines:
 
 
 def simulated_variants(
-    configs: Mapping[str, EngineConfig], device: str, plan: RunPlan, progress: Progress, quantization: str | None
+    configs: Mapping[str, EngineConfig],
+    device: str,
+    plan: RunPlan,
+    progress: Progress,
+    quantization: str | None,
+    replication: Replication,
 ) -> RunVariant:
     """Return a function that simulates a variant's run on `device`. Raises ModelError or ConfigError."""
-    blueprints = {name: make_blueprint(config, device, progress, quantization) for name, config in configs.items()}
+    blueprints = {
+        name: replication.of(make_blueprint(config, device, progress, quantization)) for name, config in configs.items()
+    }
     for note in dict.fromkeys(note for one in blueprints.values() for note in one.notes):
         render.warn(note)
 
     async def run_variant(name: str, workload: Load, progress: Progress) -> VariantRun:
         blueprint = blueprints[name]
-        run = simulate_run(blueprint, workload, timeout=plan.timeout, progress=progress, warn=render.warn)
+        run = simulate_run(
+            blueprint, workload, timeout=plan.timeout, progress=progress, warn=render.warn, replication=replication
+        )
         chosen = blueprint.config.chosen()
         experiment = Experiment(blueprint.config.model, blueprint.provenance, plan.workload, plan.slo, engine=chosen)
         return VariantRun(run, experiment)

@@ -36,7 +36,7 @@ def run(planned: list[PlannedRequest], *, blocks: int = 64, knobs: Any = None, *
     config = replace(CONFIG, **(knobs or {}))
     engine = SimulatedEngine(config, make_kv(config, blocks), COST)
     settings: dict[str, Any] = {"closed": False, "max_concurrency": None, "timeout": None} | load
-    records = SimulatedClients(planned, engine, **settings).run()
+    records = SimulatedClients(planned, [engine], **settings).run()
     engine.scheduler.check_integrity()
     assert not engine.has_work()
     return records
@@ -81,7 +81,7 @@ def test_a_load_ends_when_its_task_is_cancelled() -> None:
                 task.cancel()
 
         planned = [request(0, output_len=50)]
-        SimulatedClients(planned, engine, closed=False, max_concurrency=None, timeout=None).run(after_step)
+        SimulatedClients(planned, [engine], closed=False, max_concurrency=None, timeout=None).run(after_step)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
@@ -184,6 +184,6 @@ def test_preempted_requests_end_with_all_their_tokens() -> None:
     planned = [request(i, length=30, output_len=40) for i in range(4)]
     config = replace(CONFIG, **knobs)
     engine = SimulatedEngine(config, make_kv(config, 10), COST)
-    records = SimulatedClients(planned, engine, closed=False, max_concurrency=None, timeout=None).run()
+    records = SimulatedClients(planned, [engine], closed=False, max_concurrency=None, timeout=None).run()
     assert engine.scheduler.counters.num_preemptions > 0
     assert [len(record.chunks) for record in records] == [40] * 4

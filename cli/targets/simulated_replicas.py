@@ -1,0 +1,88 @@
+"""Replicas of a simulated engine behind a router, on virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llmsched.cli.figures.record import RequestRecord
+from llmsched.engine.blueprint import Blueprint
+from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.cache_summary import prefix_hashes, span_of
+from llmsched.engine.kv.prefix_tree import encode
+from llmsched.engine.routing.replica_state import StateReporter
+from llmsched.engine.routing.router import RULES, make_rule
+from llmsched.engine.routing.rules import Choice, RoutedPrompt
+from llmsched.engine.simulated_engine import SimulatedEngine
+
+#: Seconds between two states that a replica publishes.
+PUBLISH_SECONDS = 1.0
+MAX_REPLICAS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """How many replicas serve a load, and the rule that chooses one for each request.
+
+    Raises ConfigError for an invalid number or an unknown rule.
+    """
+
+    replicas: int = 1
+    router: str = "prefix"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ConfigError("replicas", f"must be 1 to {MAX_REPLICAS}, not {self.replicas}")
+        if self.router not in RULES:
+            raise ConfigError("router", f"must be {', '.join(RULES)}, not {self.router}")
+
+    def of(self, blueprint: Blueprint) -> Blueprint:
+        """Return the blueprint with a provenance that names the replicas."""
+        if self.replicas == 1:
+            return blueprint
+        where = f"{self.replicas} replicas of {blueprint.provenance.where}, router {self.router}"
+        return replace(blueprint, provenance=replace(blueprint.provenance, where=where))
+
+
+#: One engine without a router.
+ONE_REPLICA = Replication()
+
+
+@dataclass
+class SimulatedRouter:
+    """Router of a simulation: publishes the states of the engines, and chooses an engine for each request."""
+
+    engines: Sequence[SimulatedEngine]
+    name: str
+    seed: int = 0
+    publish_seconds: float = PUBLISH_SECONDS
+
+    def __post_init__(self) -> None:
+        self._now = 0.0
+        self._rule = make_rule(self.name, self.seed, lambda: self._now)
+        self._replicas = [f"replica-{index}" for index in range(len(self.engines))]
+        self._reporters = [StateReporter(engine.scheduler) for engine in self.engines]
+        self._published = [-self.publish_seconds] * len(self.engines)
+        self._span = span_of(self.engines[0].config.block_size)
+        self._choices: dict[str, Choice] = {}
+
+    def route(self, name: str, prompt: list[int], now: float) -> int:
+        """Return the index of the engine for a request that arrives at `now`."""
+        self._now = now
+        if self.name == "prefix":
+            self._publish(now)
+        hashes = prefix_hashes(encode(prompt), "", self._span)
+        choice = self._rule.choose(self._replicas, RoutedPrompt(len(prompt), hashes, self._span))
+        self._choices[name] = choice
+        return self._replicas.index(choice.replica)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Count a request as ended."""
+        self._rule.ended(self._choices.pop(record.request_id or ""))
+
+    def _publish(self, now: float) -> None:
+        for index, published in enumerate(self._published):
+            if now - published >= self.publish_seconds:
+                # An engine may be in the middle of a step, after which its state is known.
+                self._rule.update(self._replicas[index], self._reporters[index].report(now))
+                self._published[index] = now

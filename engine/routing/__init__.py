@@ -1,0 +1,1 @@
+"""Choice of one of several replicas of the engine for each request."""

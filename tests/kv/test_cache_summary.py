@@ -1,0 +1,104 @@
+"""The summary of a cache names exactly the prefixes that the cache has, whatever happens to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsched.engine.kv.cache_summary import CacheSummary, prefix_hashes, span_of
+from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, encode
+
+EVERY = 2
+BLOCK = 2
+SPAN = EVERY * BLOCK
+
+
+def summarised(max_hashes: int = 100) -> tuple[PrefixTree, CacheSummary]:
+    tree = PrefixTree(BLOCK)
+    tree.observer = summary = CacheSummary(EVERY, max_hashes)
+    return tree, summary
+
+
+def fill(tree: PrefixTree, tokens: list[int], first_block: int, salt: str = "") -> None:
+    node: PrefixNode | None = None
+    for index in range(len(tokens) // BLOCK):
+        key = encode(tokens[index * BLOCK : (index + 1) * BLOCK])
+        node = tree.insert(node, key, salt, (first_block + index,))
+
+
+def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
+    return prefix_hashes(encode([*tokens, 0]), salt, SPAN)
+
+
+def test_a_cached_prompt_has_the_hashes_of_its_prefixes() -> None:
+    tree, summary = summarised()
+    fill(tree, list(range(11)), 0)
+    assert summary.hashes() == set(hashes_of(list(range(8))))
+    assert len(summary.hashes()) == 2
+
+
+def test_the_last_token_of_a_prompt_is_in_no_prefix() -> None:
+    assert len(prefix_hashes(encode(range(8)), "", SPAN)) == 1
+    assert len(prefix_hashes(encode(range(9)), "", SPAN)) == 2
+    assert prefix_hashes(encode(range(4)), "", SPAN) == []
+
+
+def test_salts_have_hashes_of_their_own() -> None:
+    tree, summary = summarised()
+    fill(tree, list(range(4)), 0, "a")
+    assert summary.hashes() == set(hashes_of(list(range(4)), "a"))
+    assert summary.hashes().isdisjoint(hashes_of(list(range(4)), "b"))
+
+
+def test_the_same_object_is_published_until_the_cache_changes() -> None:
+    tree, summary = summarised()
+    fill(tree, list(range(4)), 0)
+    first = summary.hashes()
+    fill(tree, list(range(6)), 0)  # one more block is no whole span
+    assert summary.hashes() is first
+    tree.remove(2)
+    tree.remove(1)
+    assert summary.hashes() == set()
+
+
+def test_a_full_summary_drops_the_oldest_prefix_and_those_that_follow_it_later() -> None:
+    tree, summary = summarised(max_hashes=2)
+    fill(tree, [0, 1, 2, 3], 0)
+    fill(tree, [4, 5, 6, 7], 10)
+    fill(tree, [8, 9, 8, 9], 20)
+    assert summary.hashes() == {*hashes_of([4, 5, 6, 7]), *hashes_of([8, 9, 8, 9])}
+    fill(tree, [0, 1, 2, 3, 4, 5, 6, 7], 0)  # extends a dropped prefix
+    assert len(summary.hashes()) == 2
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    code = "from llmsched.engine.kv.cache_summary import prefix_hashes as p; print(p(bytes(100), 'salt', 4)[-1].hex())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == prefix_hashes(bytes(100), "salt", 4)[-1].hex()
+
+
+def test_the_span_is_whole_blocks() -> None:
+    assert [span_of(size) for size in (1, 16, 100, 256, 512)] == [256, 256, 200, 256, 512]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=14), st.booleans()), max_size=12))
+def test_insertions_and_evictions_leave_the_hashes_of_what_is_cached(
+    steps: list[tuple[list[int], bool]],
+) -> None:
+    tree, summary = summarised()
+    inserted: list[list[int]] = []
+    for number, (tokens, evict) in enumerate(steps):
+        fill(tree, tokens, 100 * number)
+        inserted.append(tokens)
+        if evict:
+            leaves = [node for node in set(tree._node_of_block.values()) if not node.children]
+            if leaves:
+                tree.remove(leaves[0].blocks[0])
+    expected = set()
+    for tokens in inserted:
+        cached = len(tree.match(encode(tokens), "", len(tokens) // BLOCK)) * BLOCK
+        expected.update(hashes_of(tokens[: cached // SPAN * SPAN]))
+    assert summary.hashes() == expected
