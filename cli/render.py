@@ -124,7 +124,7 @@ def show_log(*, as_json: bool = False) -> None:
     _notes_are_logged = as_json
     handler = StderrHandler()
     handler.setFormatter(JsonLines() if as_json else TextLines())
-    for name in ("llmsched", "uvicorn"):
+    for name in ("llmsched", "uvicorn", "opentelemetry"):
         logging.getLogger(name).addHandler(handler)
     _logger.setLevel(logging.INFO)
 

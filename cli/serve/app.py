@@ -300,7 +300,15 @@ class _ServedModel:
             if records and self._observers:
                 name, path, streamed = None if key is None else key.name, http.url.path, bool(request.stream)
                 ended = EndedRequest(
-                    context.request_id, answer_id, path, self._model_name, name, streamed, records, headers
+                    context.request_id,
+                    answer_id,
+                    path,
+                    self._model_name,
+                    name,
+                    streamed,
+                    records,
+                    headers,
+                    choice_format.prompts[0].sampling,
                 )
                 for observe in self._observers:
                     observe(ended)

@@ -21,6 +21,7 @@ from llmsched.engine.errors import ConfigError, setting
 if TYPE_CHECKING:
     from llmsched.cli.serve.access import Access
     from llmsched.cli.serve.api_keys import KeyFile
+    from llmsched.cli.serve.request_log import RequestObserver
     from llmsched.engine.core import Engine
 
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "harmony", "none"]
@@ -142,6 +143,14 @@ class ServerFlags:
             show_default=False,
         ),
     ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="OpenTelemetry collector (OTLP over HTTP, such as http://localhost:4318) that gets a trace of every "
+            "request; needs pip install 'llmsched[otel]'.",
+        ),
+    ] = None
     metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names; vllm keeps vLLM dashboards working.")] = (
         "llmsched"
     )
@@ -196,6 +205,7 @@ def serve(
     listeners = listen(flags.host, flags.port)
     access = Access(*keys, are_loopback(listeners), {flags.host, *(flags.allowed_host or ())}, origins, key_file)
     limits.connections()
+    observers = _observers(flags)
     render.say(f"llmsched serve {config.model}")  # fails now, not after loading, if stdout cannot be written
 
     from llmsched.engine.build import build_engine
@@ -214,18 +224,33 @@ def serve(
         gc.freeze()
         # A full scan of the objects of thousands of streams takes 0.1 s, so that it must be rare.
         gc.set_threshold(5_000, 5, 80)
-        asyncio.run(_serve(engine, listeners, access, limits, flags))
+        asyncio.run(_serve(engine, listeners, access, limits, flags, observers))
+
+
+def _observers(flags: ServerFlags) -> list[RequestObserver]:
+    """Return what the server calls with every request that has ended."""
+    from llmsched.cli.serve.request_log import log_request
+    from llmsched.cli.serve.tracing import otlp_tracer
+
+    logs_requests = flags.log_format == "json" if flags.log_requests is None else flags.log_requests
+    observers: list[RequestObserver] = [log_request] if logs_requests else []
+    return observers if flags.otlp_endpoint is None else [*observers, otlp_tracer(flags.otlp_endpoint)]
 
 
 async def _serve(
-    engine: Engine, listeners: list[socket.socket], access: Access, limits: HttpLimits, flags: ServerFlags
+    engine: Engine,
+    listeners: list[socket.socket],
+    access: Access,
+    limits: HttpLimits,
+    flags: ServerFlags,
+    observers: list[RequestObserver],
 ) -> NoReturn:
     from llmsched.cli.serve.app import build_app
     from llmsched.cli.serve.banner import show_start
     from llmsched.cli.serve.detached_output import leave
     from llmsched.cli.serve.lifecycle import EXIT_S, Server
-    from llmsched.cli.serve.request_log import RequestObserver, log_request
     from llmsched.cli.serve.status_line import log_status
+    from llmsched.cli.serve.tracing import EXPORT_S, RequestTracer
     from llmsched.engine.service import AsyncEngine
     from llmsched.engine.text.parsers.notation import find_notation
 
@@ -247,8 +272,6 @@ async def _serve(
     if access.key_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, access.key_file)
     status = asyncio.create_task(log_status(service.recent, flags.status_interval)) if flags.status_interval else None
-    logs_requests = flags.log_format == "json" if flags.log_requests is None else flags.log_requests
-    observers: list[RequestObserver] = [log_request] if logs_requests else []
     server = Server(
         build_app(service, name, access, limits, notation, observers, ui=flags.ui),
         service,
@@ -270,6 +293,9 @@ async def _serve(
         status.cancel()
     if service.error:
         render.error(f"the engine has failed: {service.error}")
+    for observer in observers:
+        if isinstance(observer, RequestTracer):
+            observer.close(EXPORT_S)
     leave(server.exit_code)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmsched.cli.log_lines import event
-from llmsched.engine.request import ChoiceRecord
+from llmsched.engine.request import ChoiceRecord, SamplingParams
 from llmsched.engine.units import human_seconds
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class EndedRequest:
     streamed: bool
     choices: Sequence[ChoiceRecord]  # of all its prompts
     headers: Mapping[str, str]
+    sampling: SamplingParams  # of the first prompt
 
     @property
     def reason(self) -> str:
@@ -44,11 +45,13 @@ class EndedRequest:
 
     @property
     def first_scheduled_time(self) -> float | None:
-        return min((each.first_scheduled_time for each in self.choices if each.first_scheduled_time), default=None)
+        times = (choice.first_scheduled_time for choice in self.choices)
+        return min((time for time in times if time is not None), default=None)
 
     @property
     def first_token_time(self) -> float | None:
-        return min((each.first_token_time for each in self.choices if each.first_token_time), default=None)
+        times = (choice.first_token_time for choice in self.choices)
+        return min((time for time in times if time is not None), default=None)
 
     @property
     def itl_p99(self) -> float | None:
