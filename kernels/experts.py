@@ -120,7 +120,8 @@ def matrix_of(matrices: Matrices, expert: int, count: int) -> Matrices:
     if isinstance(matrices, Tensor):
         return matrices[expert]
     rows = matrices.shape[0] // count
-    return matrices.rows(slice(expert * rows, (expert + 1) * rows))
+    own = matrices.rows(slice(expert * rows, (expert + 1) * rows))
+    return own if own.order is None else own._replace(order=own.order[expert])
 
 
 def join(rows: Tensor, gate: Gate) -> Tensor:

@@ -21,7 +21,8 @@ class PackedMatrix(NamedTuple):
     - scales: float16, bfloat16 or float32 [M, N / G], for groups of G neighbouring codes. G is a multiple of 16.
     - offsets: [M, N / G], float32 or of the type of `scales`. None: all offsets are 0.
     - table: float32 [16]. The 4-bit code c stands for the number table[c]. None: a code stands for itself.
-    - order: int64 [N]. Column j is multiplied by input order[j]. None: by input j.
+    - order: int64 [N]. Column j is multiplied by input order[j]. None: by input j. A matrix of several experts has
+      [E, N], with an order for each of E equal parts of the rows.
     """
 
     codes: Tensor
@@ -54,6 +55,8 @@ class PackedMatrix(NamedTuple):
 
     def unpacked(self) -> Tensor:
         """Return the matrix as float32 [M, N], with its columns in the order of the inputs."""
+        import torch
+
         codes, (num_rows, groups) = self.codes, self.scales.shape
         if self.bits == 4:
             codes = codes.view(num_rows, -1, 1, BLOCK // 2).repeat(1, 1, 2, 1)
@@ -65,7 +68,11 @@ class PackedMatrix(NamedTuple):
         if self.offsets is not None:
             numbers += self.offsets.float()[..., None]
         matrix = numbers.flatten(1)
-        return matrix if self.order is None else matrix[:, self.order.argsort()]
+        if self.order is None:
+            return matrix
+        places = self.order.argsort(-1).view(-1, matrix.shape[1])
+        parts = matrix.view(len(places), -1, matrix.shape[1])
+        return torch.cat([part[:, own] for part, own in zip(parts, places, strict=True)])
 
 
 def packed_pairs(codes: Tensor) -> Tensor:

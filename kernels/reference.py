@@ -300,6 +300,8 @@ def rotate_and_write(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     by_group: bool = False,
+    neighbours: bool = False,
+    norm_last: bool = False,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values to the cache. Return the queries.
@@ -309,9 +311,11 @@ def rotate_and_write(
     - by_group: if True, a row has one group of vectors for each KV head: queries, key, value (BLOOM, Falcon, GPT-NeoX).
     - cos, sin: [T, R] in the type of `projected`, where R is even and at most D. The first R numbers x of a vector
       become x cos + (-x2, x1) sin, where x1 and x2 are the halves of x (rotary position embedding, Su et al. 2021).
+    - neighbours: if True, x1 and x2 are the numbers at even and at odd places, and keep these places (GLM, Cohere).
     - slot_mapping: int64 [T], as in `write_kv`.
     - kv_scales: as in `paged_attention`.
     - query_weight, key_weight: [D]. Queries and keys are replaced by their RMS norms before the rotation (Qwen3).
+    - norm_last: if True, they are replaced after the rotation instead (Hunyuan).
 
     Returns the rotated queries, [T, heads, D].
     """
@@ -323,19 +327,25 @@ def rotate_and_write(
         query, key, value = (part.flatten(1, 2) for part in torch.split(groups, [heads // kv_heads, 1, 1], dim=2))
     else:
         query, key, value = torch.split(vectors, [heads, kv_heads, kv_heads], dim=1)
-    if query_weight is not None and key_weight is not None:
-        query, key = (
-            norm(part, weight, eps=eps, offset=offset) for part, weight in ((query, query_weight), (key, key_weight))
-        )
-    write_kv(rotate(key, cos, sin), value, key_cache, value_cache, slot_mapping, kv_scales=kv_scales)
-    return rotate(query, cos, sin)
+
+    def turned(part: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None and not norm_last:
+            part = norm(part, weight, eps=eps, offset=offset)
+        part = rotate(part, cos, sin, neighbours)
+        return norm(part, weight, eps=eps, offset=offset) if weight is not None and norm_last else part
+
+    write_kv(turned(key, key_weight), value, key_cache, value_cache, slot_mapping, kv_scales=kv_scales)
+    return turned(query, query_weight)
 
 
-def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(vectors: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
     """Apply the rotary position embedding to `vectors` [T, heads, D], as `rotate_and_write` does."""
     size = cos.shape[1]
     x, half = vectors[..., :size].float(), size // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=2)
+    if neighbours:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=3).flatten(2)
+    else:
+        turned = torch.cat([-x[..., half:], x[..., :half]], dim=2)
     rotated = (x * cos.float()[:, None] + turned * sin.float()[:, None]).to(vectors.dtype)
     return torch.cat([rotated, vectors[..., size:]], dim=2)
 

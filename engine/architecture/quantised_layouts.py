@@ -10,7 +10,8 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from llmsched.engine.architecture.quantised_matrix import MatrixTensors, QuantisedMatrix, Stored
 from llmsched.engine.architecture.quantization import JOINED_EXPERTS, method_of
@@ -19,7 +20,10 @@ from llmsched.engine.architecture.served_formats import own_values
 #: Bytes of a scale in memory, by its type in the file. The exponents become bfloat16.
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 _EXPONENTS = {"U8": 2, "F8_E8M0": 2}  # of powers of two, in 8 bits
-_EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<role>(gate|up|down)_proj)\.weight")
+_EXPERT = re.compile(
+    r"(?P<layer>.+)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<role>(gate|up|down)_proj|w[123])\.weight"
+)
+_ROLES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 STATE = "weight.quant_state.bitsandbytes__"
 #: Last parts of names of tensors that only products with quantised inputs, or a quantised KV cache, need.
 UNUSED = frozenset(
@@ -50,23 +54,45 @@ def read_matrices(
     return found, frozenset(names)
 
 
+class ExpertMatrix(NamedTuple):
+    """Place of one expert's matrix in the model's tensor that joins those of all experts."""
+
+    target: str  # name of the joined tensor
+    number: int  # of the expert
+    role: str  # "gate_proj", "up_proj" or "down_proj"
+
+
+def expert_matrix(name: str, model_type: str | None) -> ExpertMatrix | None:
+    """Return the place of the tensor `name` of a checkpoint, or None if the model does not join it with others."""
+    if model_type not in JOINED_EXPERTS or (match := _EXPERT.fullmatch(name)) is None:
+        return None
+    role = _ROLES.get(match["role"], match["role"])
+    target = "down_proj" if role == "down_proj" else "gate_up_proj"
+    return ExpertMatrix(f"{match['layer']}.mlp.experts.{target}", int(match["number"]), role)
+
+
 def joined_experts(
     matrices: Mapping[str, QuantisedMatrix], stored: Iterable[str], model_type: str | None
 ) -> dict[str, list[QuantisedMatrix]]:
     """Return the matrices of single experts that stay quantised, by the name of the model's tensor that joins them.
 
     `stored` are the names of the checkpoint's tensors. The rows of the matrices in a list, in this order, are the rows
-    of the joined one. Matrices are joined if all matrices of a layer's experts are quantised and alike.
+    of the joined one. Matrices are joined if all matrices of a layer's experts are quantised and alike, and if gate and
+    up of each expert have their columns in the same order.
     """
     found: dict[str, list[tuple[int, str, QuantisedMatrix]]] = {}
     for name, matrix in matrices.items():
-        if model_type in JOINED_EXPERTS and (match := _EXPERT.fullmatch(name)) is not None:
-            target = "down_proj" if match["role"] == "down_proj" else "gate_up_proj"
-            found.setdefault(f"{match['experts']}.{target}", []).append((int(match["number"]), match["role"], matrix))
+        if (place := expert_matrix(name, model_type)) is not None:
+            own = replace(matrix, shares_order=place.role == "up_proj")
+            found.setdefault(place.target, []).append((place.number, place.role, own))
     joined = {name: [matrix for *_, matrix in sorted(each, key=lambda one: one[:2])] for name, each in found.items()}
-    kinds = {name: {(each.kind, each.shape) for each in members} for name, members in joined.items()}
-    unlike = {name.rpartition(".")[0] for name, each in kinds.items() if len(each) > 1 or (None in next(iter(each)))}
-    unlike |= {match["experts"] for name in stored if name not in matrices and (match := _EXPERT.fullmatch(name))}
+    unlike = set()
+    for name, members in joined.items():
+        pairs = zip(members[::2], members[1::2], strict=False) if name.endswith("gate_up_proj") else ()
+        if len({(each.kind, each.shape) for each in members}) > 1 or any(one.order != two.order for one, two in pairs):
+            unlike.add(name.rpartition(".")[0])
+    dense = (expert_matrix(name, model_type) for name in stored if name not in matrices)
+    unlike |= {place.target.rpartition(".")[0] for place in dense if place is not None}
     return {name: members for name, members in joined.items() if name.rpartition(".")[0] not in unlike}
 
 
@@ -98,7 +124,7 @@ def _read_gptq(parts: MatrixTensors) -> QuantisedMatrix:
         span=span,
         scale_bytes=size,
         has_zeros=not symmetric,
-        is_ordered=parts.ordered("g_idx", columns, count),
+        order=parts.order("g_idx", columns, count),
     )
 
 
@@ -118,8 +144,8 @@ def _read_int32(parts: MatrixTensors) -> QuantisedMatrix:
         parts.check(
             "weight_zero_point", zeros, (rows, count) if zeros.dtype == "I8" else (-(-rows * bits // 32), count)
         )
-    ordered = parts.ordered("weight_g_idx", columns, columns // span[1])
-    more = {"scale_bytes": size, "has_zeros": zeros is not None, "is_ordered": ordered}
+    order = parts.order("weight_g_idx", columns, columns // span[1])
+    more = {"scale_bytes": size, "has_zeros": zeros is not None, "order": order}
     return parts.made("int32", (rows, columns), f"int{bits}", span=span, **more)
 
 

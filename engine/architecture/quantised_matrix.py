@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class QuantisedMatrix:
     span: tuple[int, int]  # rows and columns that share a scale in the file
     scale_bytes: int  # in memory
     has_zeros: bool = False  # True if zero points may be anywhere; False if they are in the middle of the codes
-    is_ordered: bool = False  # True if the file has the columns in another order than the model
+    order: int = 0  # hash of the order of columns in the file; 0 if it is that of the model
+    shares_order: bool = False  # True if the order in memory belongs to another matrix of the same expert
 
     @property
     def is_kept(self) -> bool:
@@ -46,9 +48,14 @@ class QuantisedMatrix:
         return self.layout == "experts" or ".experts." not in self.weight
 
     @property
-    def kind(self) -> tuple[object, ...] | None:
-        """Properties in which matrices must agree so that their rows can be joined; None if no rows can be joined."""
-        return None if self.is_ordered else (self.code, self.group, self.scale_bytes, self.has_zeros)
+    def is_ordered(self) -> bool:
+        """True if the file has the columns in another order than the model."""
+        return self.order != 0
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Properties in which the matrices of experts must agree so that they can be joined."""
+        return self.code, self.group, self.scale_bytes, self.has_zeros, self.is_ordered
 
     @property
     def bits(self) -> int:
@@ -71,7 +78,7 @@ class QuantisedMatrix:
         """Bytes in memory if the matrix stays quantised."""
         count = math.prod(self.shape)
         groups = count // self.group * (self.scale_bytes + self.offset_bytes)
-        return count * self.bits // 8 + groups + (8 * self.shape[1] if self.is_ordered else 0)
+        return count * self.bits // 8 + groups + (8 * self.shape[1] if self.is_ordered and not self.shares_order else 0)
 
 
 class MatrixTensors:
@@ -134,20 +141,23 @@ class MatrixTensors:
         height, width = found.split("x") if isinstance(found, str) else found
         return int(height), int(width)
 
-    def ordered(self, name: str, columns: int, count: int) -> bool:
-        """Return True if the columns of a group are not neighbours. The tensor `name` has the group of each column."""
+    def order(self, name: str, columns: int, count: int) -> int:
+        """Return a hash of the order of columns by their groups, or 0 if the columns of each group are neighbours.
+
+        The tensor `name`, if it exists, has the group of each column.
+        """
         tensor = self.find(name)
         if tensor is None:
-            return False
+            return 0
         self.need(name, ("I32",))
         self.check(name, tensor, (columns,))
         groups = array("i", tensor.read()).tolist()
         if min(groups) < 0 or not any(groups):  # not set
-            return False
+            return 0
         in_order = [column // (columns // count) for column in range(columns)]
         if sorted(groups) != in_order:
             raise self.error(f"{name} does not divide {columns} columns into {count} equal groups")
-        return bool(groups != in_order)
+        return zlib.crc32(array("i", groups).tobytes()) or 1 if groups != in_order else 0
 
     def groups(self, columns: int, count: int) -> tuple[int, int]:
         if columns % count:

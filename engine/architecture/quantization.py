@@ -35,7 +35,10 @@ _METHODS = ("mxfp4", "fp8", "fbgemm-fp8", "awq", "gptq", "bitsandbytes", "modelo
 _SETTINGS = ("quantization_config", "compression_config")
 
 #: Types of models whose checkpoints have a matrix for each expert, but which hold the matrices of all experts joined.
-JOINED_EXPERTS = frozenset({"qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"})
+JOINED_EXPERTS = frozenset(
+    {"mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
+    | {"dots1", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe"}
+)
 
 _FORMAT_IN_NAME = re.compile(
     r"(?<![a-z0-9])((?:nv|mx)?fp[48]|awq|gptq|int[48]|w[48]a(?:8|16)|[48]bit|bnb)(?![a-z0-9])", re.IGNORECASE

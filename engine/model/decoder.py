@@ -24,6 +24,7 @@ from llmsched.engine.model.packed_modules import PackedLinear
 from llmsched.engine.model.paged import PagedContext, PagedModel, run_alone
 from llmsched.engine.model.probe import AttentionCall
 from llmsched.engine.model.structure import LayerParts, MlpParts, read_structure
+from llmsched.kernels import reference
 from llmsched.kernels.activations import Activation
 from llmsched.kernels.dispatch import backend_name, load_backend
 from llmsched.kernels.packed_matrix import PackedMatrix
@@ -58,19 +59,20 @@ class Mlp(NamedTuple):
 
 class Layer(NamedTuple):
     project: Product
-    wide_norms: tuple[Tensor, ...]  # weights of norms over the queries of all heads, and over the keys of all heads
+    #: Weights of norms of queries and of keys that `rotate_and_write` does not compute, see `head_norm_of`.
+    other_norms: tuple[Tensor, ...]
     clip: float | None  # limits the size of queries, keys and values
     heads: dict[str, Any]  # keyword arguments of `rotate_and_write`
     rotary: int  # index of the layer's rotary embedding
     call: AttentionCall
     output: Product
     attention_norm: Tensor | None  # weights of a norm after attention
-    middle_norm: tuple[()] | Norm  # norm before the MLP; empty if the MLP reads the same norm as attention
+    middle_norm: Norm | None  # norm before the MLP, see `LayerParts.mlp_norm`
     mlp: Mlp | None  # in a layer with experts, the MLP that every token passes through, if there is one
     experts: ExpertParts | None
     shared_gate: Product | None
     mlp_norm: Tensor | None  # weights of a norm after the MLP
-    next_norm: Norm  # first norm of the next layer, or the model's last norm
+    next_norm: Norm | None  # first norm of the next layer, or the model's last norm
 
 
 class FusedDecoder:
@@ -101,22 +103,23 @@ class FusedDecoder:
         self._head = product([parts.head])
         self._compare(model, plain)
 
-    def _fuse(self, layer: LayerParts, call: AttentionCall, next_norm: Norm) -> Layer:
-        weights = tuple(weight for weight in (layer.query_norm, layer.key_norm) if weight is not None)
-        wide = any(len(weight) != call.shape.key_dim for weight in weights)
-        norms = dict(zip(("query_weight", "key_weight"), () if wide else weights, strict=False))
-        if norms:
-            norms |= {name: self._rule[name] for name in ("eps", "offset")}
+    def _fuse(self, layer: LayerParts, call: AttentionCall, next_norm: Norm | None) -> Layer:
+        traits, weights = self._parts.traits, layer.head_norms
+        other = any(weight.shape != (call.shape.key_dim,) for weight in weights)
+        options: dict[str, Any] = {"by_group": traits.by_group, "neighbours": self._parts.rotation.neighbours}
+        if weights and not other:
+            options |= zip(("query_weight", "key_weight"), weights, strict=True)
+            options |= {"norm_last": traits.norm_last, "eps": self._rule["eps"], "offset": self._rule["offset"]}
         return Layer(
             project=product(layer.projections),
-            wide_norms=weights if wide else (),
+            other_norms=weights if other else (),
             clip=layer.clip,
-            heads={"by_group": self._parts.traits.by_group} | norms,
+            heads=options,
             rotary=self._rotaries.index(_rotary(layer, call)),
             call=call,
             output=product([layer.output]),
             attention_norm=layer.branch_norms[0],
-            middle_norm=layer.mlp_norm or (),
+            middle_norm=layer.mlp_norm,
             mlp=None if layer.mlp is None else Mlp.of(layer.mlp),
             experts=layer.experts,
             shared_gate=None if layer.shared_gate is None else product([layer.shared_gate]),
@@ -125,13 +128,13 @@ class FusedDecoder:
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
-        kernels, rule, traits, factors = self._kernels, self._rule, self._parts.traits, self._parts.factors
+        kernels, traits, factors = self._kernels, self._parts.traits, self._parts.factors
         linear = kernels.linear
         lengths = (context.cu_seqlens_q, context.context_lens)
         slots, block_tables = context.slot_mapping.unbind(0), context.block_tables.unbind(0)
         residual = _scaled(self._parts.embed(input_ids), factors.embedding)
         tables = self._tables(residual, positions)
-        normed = kernels.add_norm(residual, None, *self._parts.layers[0].attention_norm, **rule)
+        normed = self._normalised(residual, None, self._parts.layers[0].attention_norm)
         for index, layer in enumerate(self._layers):
             keys, values, group, scales = context.cache.of_layer(index)
             call = layer.call
@@ -147,30 +150,43 @@ class FusedDecoder:
             )  # fmt: skip
             branch = _scaled(linear(branch.flatten(1), *layer.output), factors.residual)
             if traits.parallel:
-                if layer.middle_norm:
-                    normed = kernels.add_norm(residual, None, *layer.middle_norm, **rule)
+                if layer.middle_norm is not None:
+                    normed = self._normalised(residual, None, layer.middle_norm)
                 branch += _scaled(self._mlp(layer, normed), factors.residual)
             else:
                 residual = normed if traits.after_norm else residual
-                normed = kernels.add_norm(
-                    residual, branch, *layer.middle_norm, branch_weight=layer.attention_norm, **rule
-                )
+                normed = self._normalised(residual, branch, layer.middle_norm, layer.attention_norm)
                 del branch
                 residual = normed if traits.after_norm else residual
                 branch = _scaled(self._mlp(layer, normed), factors.residual)
-            normed = kernels.add_norm(residual, branch, *layer.next_norm, branch_weight=layer.mlp_norm, **rule)
+            normed = self._normalised(residual, branch, layer.next_norm, layer.mlp_norm)
         logits = linear(normed if logit_rows is None else normed[logit_rows], *self._head)
         logits = _scaled(logits, 1 / factors.logits)
         softcap = self._parts.softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
+    def _normalised(
+        self, residual: Tensor, branch: Tensor | None, norm: Norm | None, branch_weight: Tensor | None = None
+    ) -> Tensor:
+        """Add `branch` to `residual` as `add_norm(...)` does. Without a norm, return the residual itself."""
+        add_norm = self._kernels.add_norm
+        if norm is not None:
+            normed: Tensor = add_norm(residual, branch, *norm, branch_weight=branch_weight, **self._rule)
+            return normed
+        if branch is not None:
+            residual += branch if branch_weight is None else add_norm(branch, None, branch_weight, **self._rule)
+        return residual
+
     def _project(self, layer: Layer, rows: Tensor) -> Tensor:
         """Return queries, keys and values before their rotation."""
         projected: Tensor = self._kernels.linear(rows, *layer.project)
         start = 0
-        for weight in layer.wide_norms:
-            part = projected[:, start : (start := start + len(weight))]
-            part.copy_(self._kernels.add_norm(part.contiguous(), None, weight, **self._rule))
+        for weight in layer.other_norms:
+            part = projected[:, start : (start := start + weight.numel())]
+            if weight.ndim == 1:
+                part.copy_(self._kernels.add_norm(part.contiguous(), None, weight, **self._rule))
+            else:
+                part.copy_(reference.norm(part.view(-1, *weight.shape), weight, **self._rule).flatten(1))
         return projected if layer.clip is None else projected.clamp_(-layer.clip, layer.clip)
 
     def _mlp(self, layer: Layer, rows: Tensor) -> Tensor:
@@ -195,9 +211,8 @@ class FusedDecoder:
                 cos, sin = self._parts.rotary(
                     hidden[None], positions[None], **({} if kind is None else {"layer_type": kind})
                 )
-            if self._parts.traits.half_tables:
-                cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
-            found.append((cos[0].contiguous(), sin[0].contiguous()))
+            cos, sin = (self._parts.rotation.tables(table)[0].to(hidden.dtype).contiguous() for table in (cos, sin))
+            found.append((cos, sin))
         return found
 
     def _compare(self, model: Any, plain: PagedModel | None) -> None:
@@ -218,7 +233,7 @@ def _scaled(rows: Tensor, factor: float) -> Tensor:
 
 
 def _rotary(layer: LayerParts, call: AttentionCall) -> str | bool | None:
-    return layer.kind if layer.rotates and call.slopes is None else False
+    return layer.kind if call.rotates and call.slopes is None else False
 
 
 def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None:

@@ -19,6 +19,10 @@ Settings = dict[str, Any]
 #: Supported rope scaling settings. A file with another one is refused, because ignoring it could change the output.
 _SCALING_KEYS = frozenset({"type", "factor", "original_context_length", "finetuned", "attn_factor"})
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+#: Model types whose name differs from that of the architecture.
+_MODEL_TYPES = {
+    **{"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"},
+}
 #: Number of layers of the two Gemma models whose attention scale is not 1/sqrt(head_dim) (as in llama.cpp).
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -42,7 +46,9 @@ def gguf_settings(file: GGUFFile) -> Settings:
     head_dim = file.get("attention.key_length", hidden // heads)
     if (value_dim := file.get("attention.value_length", head_dim)) != head_dim:
         raise ModelError(f"{file.path}: keys of {head_dim} and values of {value_dim} dimensions are not supported")
-    model_type = "gemma3_text" if file.architecture == "gemma3" else file.architecture
+    experts = file.get("expert_count")
+    model_type = "mixtral" if experts and file.architecture == "llama" else _MODEL_TYPES.get(file.architecture)
+    model_type = model_type or file.architecture
     token = file.metadata.get
     fields = {
         "model_type": model_type,
@@ -64,6 +70,8 @@ def gguf_settings(file: GGUFFile) -> Settings:
         "pad_token_id": token("tokenizer.ggml.padding_token_id"),
     }
     fields["rope_parameters"] = _rope(file, fields)
+    if experts:
+        fields |= _experts(file, experts)
     if file.architecture == "phi3":
         fields |= _phi3(file, fields)
     elif file.architecture in _GEMMA_27B_LAYERS:
@@ -109,6 +117,7 @@ def _rope(file: GGUFFile, fields: Settings) -> Settings:
         raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
     rope = {"rope_type": kind, "rope_theta": theta}
     if kind == "yarn":
+        rope |= {"truncate": False} if file.architecture == "gpt-oss" else {}
         rope["original_max_position_embeddings"] = file.require("rope.scaling.original_context_length")
     return {**rope, "factor": float(factor)}
 
@@ -131,6 +140,20 @@ def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
         "high_freq_factor": _LLAMA3_HIGH,
         "original_max_position_embeddings": _LLAMA3_CONTEXT,
     }
+
+
+def _experts(file: GGUFFile, count: int) -> Settings:
+    """Return the settings of a mixture of experts. As in llama.cpp, the architecture decides how a router works."""
+    settings: Settings = {"num_experts_per_tok": file.require("expert_used_count")}
+    settings["num_local_experts" if file.architecture in ("llama", "gpt-oss") else "num_experts"] = count
+    if file.architecture.startswith("qwen"):
+        settings["moe_intermediate_size"] = file.require("expert_feed_forward_length")
+        settings["norm_topk_prob"] = file.architecture == "qwen3moe"
+    if file.architecture == "qwen2moe":
+        settings["shared_expert_intermediate_size"] = file.require("expert_shared_feed_forward_length")
+    if file.architecture == "gpt-oss":
+        settings["sliding_window"] = file.require("attention.sliding_window")
+    return settings
 
 
 def _phi3(file: GGUFFile, fields: Settings) -> Settings:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gguf import dequantize
 
-from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf_file import Array, GGUFFile
+from llmsched.engine.model.gguf_file import Array, GGUFFile, unknown_type
 
 
 def dequantized(file: GGUFFile, name: str) -> Array:
@@ -15,9 +14,6 @@ def dequantized(file: GGUFFile, name: str) -> Array:
     try:
         values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
-        raise ModelError(
-            f"{file.path}: {name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
-            "use a file of another quantisation, e.g. Q4_K_M or Q8_0"
-        ) from error
+        raise unknown_type(file.path, name, tensor) from error
     # float32 tensors are views of the read-only file, so they must be copied
     return np.array(values, dtype=np.float32, copy=not values.flags.writeable)

@@ -23,8 +23,11 @@ from llmsched.engine.model_files import refuse_lfs_pointer
 
 Array = npt.NDArray[np.float32]
 
-#: Supported architectures, by their names in GGUF.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+_DENSE = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+#: Supported architectures, by their names in GGUF. Mixtral is a "llama" with experts.
+ARCHITECTURES = (*_DENSE, "qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
+#: Beginnings of the names of types that are not supported, although gguf-py can read them: weights have 1 to 3 bits.
+_UNSUPPORTED_TYPES = ("IQ1", "IQ2", "IQ3", "TQ")
 #: Tables of rope factors, which are part of the config and not of the weights.
 ROPE_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 
@@ -77,10 +80,17 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> GGUFFile:
     found = metadata.get("general.architecture")
     if found not in ARCHITECTURES:
         raise ModelError(f"{path}: GGUF architecture {found!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    file = GGUFFile(path, metadata, tensors)
-    if file.get("expert_count"):
-        raise ModelError(f"{path}: mixture-of-experts GGUF files are not supported; use the Hugging Face directory")
-    return file
+    for name, tensor in tensors.items():
+        if tensor.tensor_type.name.startswith(_UNSUPPORTED_TYPES):
+            raise unknown_type(path, name, tensor)
+    return GGUFFile(path, metadata, tensors)
+
+
+def unknown_type(path: Path, name: str, tensor: GGUFTensor) -> ModelError:
+    return ModelError(
+        f"{path}: {name} is quantised as {tensor.tensor_type.name}, which is not supported; "
+        "use a file of another quantisation, e.g. Q4_K_M, IQ4_XS or Q8_0"
+    )
 
 
 _MAGIC = b"GGUF"

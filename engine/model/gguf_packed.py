@@ -9,14 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import Q4_K
+from gguf.quants import IQ4_NL, MXFP4, Q4_K
 
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.errors import ModelError
-from llmsched.engine.model.gguf_file import ROPE_TABLES, GGUFFile, GGUFTensor
+from llmsched.engine.model.gguf_file import ROPE_TABLES, GGUFFile
 from llmsched.kernels.packed_matrix import PackedMatrix
 
 Bytes = npt.NDArray[np.uint8]
+#: Part of the names of tensors with the matrices, or the biases, of all experts of a layer.
+EXPERTS = "_exps"
 #: Codes, scales and offsets (None: all are 0) of blocks. Their first dimension has the blocks of all rows in order.
 Parts = tuple[npt.NDArray[np.uint8 | np.int8], npt.NDArray[np.floating], npt.NDArray[np.floating] | None]
 
@@ -24,11 +26,21 @@ Parts = tuple[npt.NDArray[np.uint8 | np.int8], npt.NDArray[np.floating], npt.NDA
 class Packing(NamedTuple):
     convert: Callable[[Bytes], Parts]  # takes blocks [B, bytes]
     bytes_per_weight: float  # in the packed matrix
+    table: tuple[int, ...] | None = None  # numbers for which the codes stand; None: codes stand for themselves
 
 
-def packing_of(tensor: GGUFTensor) -> Packing | None:
-    """Return the way in which a tensor is packed, or None if the tensor is not packed."""
-    return PACKINGS.get(tensor.tensor_type) if len(tensor.shape) == 2 else None
+def packing_of(file: GGUFFile, name: str) -> Packing | None:
+    """Return the way in which a tensor is packed, or None if the tensor is not packed.
+
+    Experts of a layer are packed only if all their matrices are, and only if gate and up have the same type.
+    """
+    tensor = file.tensors[name]
+    if EXPERTS in name and name.endswith(".weight"):
+        layer = name.partition(".ffn_")[0]
+        found = [file.tensors.get(f"{layer}.ffn_{part}{EXPERTS}.weight") for part in ("gate", "up", "down")]
+        gate, up, down = (None if each is None else PACKINGS.get(each.tensor_type) for each in found)
+        return PACKINGS[tensor.tensor_type] if gate is not None and gate == up and down is not None else None
+    return PACKINGS.get(tensor.tensor_type) if len(tensor.shape) == 2 and ".ffn_gate_inp" not in name else None
 
 
 def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
@@ -37,7 +49,7 @@ def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
     for name, tensor in file.tensors.items():
         if name in ROPE_TABLES:
             continue
-        if packing := packing_of(tensor):
+        if packing := packing_of(file, name):
             types.add(tensor.tensor_type.name)
         total += math.prod(tensor.shape) * (packing.bytes_per_weight if packing else dtype_bytes)
     packed_types = tuple(sorted(types))
@@ -46,7 +58,7 @@ def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
 
 
 def packed(file: GGUFFile, name: str) -> PackedMatrix:
-    """Return the tensor `name` as a packed matrix. Its type must be a key of PACKINGS."""
+    """Return the tensor `name`, whose type must be in PACKINGS, as a packed matrix [M, N], for experts [E x M, N]."""
     import torch
 
     tensor = file.tensors[name]
@@ -57,8 +69,10 @@ def packed(file: GGUFFile, name: str) -> PackedMatrix:
     if not all(np.isfinite(part).all() for part in given[1:]):
         raise ModelError(f"{file.path}: scales of {name} are not finite; the file is damaged, download it again")
     # Parts of the read-only file are copied.
-    codes, scales, *offsets = (torch.from_numpy(part.reshape(tensor.shape[0], -1).copy()) for part in given)
-    return PackedMatrix(codes, scales, *offsets)
+    rows = math.prod(tensor.shape[:-1])
+    codes, scales, *offsets = (torch.from_numpy(part.reshape(rows, -1).copy()) for part in given)
+    table = None if packing.table is None else torch.tensor(packing.table, dtype=torch.float32)
+    return PackedMatrix(codes, scales, *offsets)._replace(table=table)
 
 
 def _halves(blocks: Bytes, *columns: int) -> list[npt.NDArray[np.float16]]:
@@ -134,8 +148,26 @@ def _q6_k(blocks: Bytes) -> Parts:
     return codes, scale * scales, None
 
 
+def _iq4_nl(blocks: Bytes) -> Parts:
+    (scales,) = _halves(blocks, 0)
+    return blocks[:, 2:], scales, None
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    scale, high = _halves(blocks, 0)[0].astype(np.float32), blocks[:, 2:4].copy().view(np.uint16)
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(len(blocks), 8)
+    upper = (high >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & 3
+    scales = (low | upper << 4).astype(np.int8) - np.int8(32)
+    return blocks[:, 8:], scale * scales, None
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    scales: npt.NDArray[np.float32] = MXFP4.e8m0_to_fp32_half(blocks[:, :1])
+    return blocks[:, 1:], scales, None
+
+
 #: Types whose matrices are packed. Q4_0 to Q8_0 have float16 scales for 32 weights, Q4_K and Q5_K have products of two
-#: scales, and Q6_K has such products for 16 weights.
+#: scales, Q6_K has such products for 16 weights, and the codes of IQ4_NL, IQ4_XS and MXFP4 are places in a table.
 PACKINGS = {
     GGMLQuantizationType.Q4_0: Packing(_q4_0, 0.5 + 4 / 32),
     GGMLQuantizationType.Q4_1: Packing(_q4_1, 0.5 + 4 / 32),
@@ -145,4 +177,7 @@ PACKINGS = {
     GGMLQuantizationType.Q4_K: Packing(_q4_k, 0.5 + 8 / 32),
     GGMLQuantizationType.Q5_K: Packing(_q5_k, 1 + 8 / 32),
     GGMLQuantizationType.Q6_K: Packing(_q6_k, 1 + 4 / 16),
+    GGMLQuantizationType.IQ4_NL: Packing(_iq4_nl, 0.5 + 2 / 32, IQ4_NL.kvalues),
+    GGMLQuantizationType.IQ4_XS: Packing(_iq4_xs, 0.5 + 4 / 32, IQ4_NL.kvalues),
+    GGMLQuantizationType.MXFP4: Packing(_mxfp4, 0.5 + 4 / 32, MXFP4.kvalues),
 }

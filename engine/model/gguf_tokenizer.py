@@ -58,6 +58,7 @@ _GPT4O = PreTokenizer(
 #: Rules for each value of tokenizer.ggml.pre.
 SPLITS: Mapping[str, PreTokenizer] = {
     "gpt-2": PreTokenizer(),
+    "olmo": PreTokenizer(),
     "smollm": PreTokenizer(digits=True),
     "starcoder": PreTokenizer(digits=True),
     "qwen2": _QWEN2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from llmsched.engine.model.checkpoint import LazyTensor, StateDict, placeholder,
 from llmsched.engine.model.gguf_config import gguf_config, gguf_generation_config
 from llmsched.engine.model.gguf_dequantize import dequantized
 from llmsched.engine.model.gguf_file import ROPE_TABLES, Array, GGUFFile, read_gguf
-from llmsched.engine.model.gguf_packed import packed, packing_of
+from llmsched.engine.model.gguf_packed import EXPERTS, packed, packing_of
 from llmsched.engine.model.gguf_tokenizer import gguf_tokenizer
 from llmsched.engine.model_files import SAFETENSORS
 from llmsched.engine.progress import Progress
@@ -46,11 +46,30 @@ _SANDWICH_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 _BY_ARCHITECTURE = {
     "gemma2": _SANDWICH_NORMS,
     "gemma3": _SANDWICH_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe"), _EXPERTS),
+    "gpt-oss": _EXPERTS
+    | {
+        "ffn_gate_inp": "mlp.router",
+        "attn_sinks": "self_attn.sinks",
+        "post_attention_norm": "post_attention_layernorm",
+    },
 }
+#: Parts whose names in transformers have no ".weight", and have "_bias" instead of ".bias".
+_WITHOUT_SUFFIX = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "attn_sinks"})
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ADDED_ONE = ("gemma", "gemma2", "gemma3")
 
@@ -63,22 +82,24 @@ def gguf_state_dict(
     If `packed_matrices` is given, each read of a tensor that can be packed adds the packed matrix to this mapping. The
     read then returns a placeholder of the type `dtype`, which has the right shape but takes no memory.
     """
-    names = {name: _name(file, name) for name in file.tensors if name not in ROPE_TABLES}
+    names = {name: _name(file, name) for name in sorted(file.tensors) if name not in ROPE_TABLES}
     if unknown := [name for name, target in names.items() if target is None]:
         raise ModelError(f"{file.path}: tensors unknown to architecture {file.architecture}: {some(unknown)}")
+    members: dict[str, list[str]] = {}
+    for name, target in names.items():
+        members.setdefault(str(target), []).append(name)
 
-    def lazy(name: str, target: str) -> LazyTensor:
+    def lazy(target: str, names: Sequence[str]) -> LazyTensor:
         def pack() -> torch.Tensor:
             assert packed_matrices is not None
-            packed_matrices[target] = _packed(file, name)
-            return placeholder(file.tensors[name].shape, dtype)
+            packed_matrices[target] = _packed(file, names)
+            return placeholder(_shape(file, names), dtype)
 
-        if packed_matrices is not None and packing_of(file.tensors[name]):
+        if packed_matrices is not None and packing_of(file, names[0]):
             return LazyTensor(pack)
-        restore = _restore(file, name)
-        return LazyTensor(lambda: torch.from_numpy(restore(dequantized(file, name))))
+        return LazyTensor(lambda: _dense(file, names))
 
-    return {target: lazy(name, target) for name, target in names.items() if target is not None}
+    return {target: lazy(target, names) for target, names in members.items()}
 
 
 def _name(file: GGUFFile, name: str) -> str | None:
@@ -89,7 +110,37 @@ def _name(file: GGUFFile, name: str) -> str | None:
         return None
     layer, part, kind = match.groups()
     target = (_LAYER | _BY_ARCHITECTURE.get(file.architecture, {})).get(part)
-    return None if target is None else f"model.layers.{layer}.{target}.{kind}"
+    if target is None:
+        return None
+    suffix = {"weight": "", "bias": "_bias"}[kind] if part in _WITHOUT_SUFFIX else f".{kind}"
+    return f"model.layers.{layer}.{target}{suffix}"
+
+
+def _shape(file: GGUFFile, names: Sequence[str]) -> tuple[int, ...]:
+    """Return the shape of the model's tensor that consists of the tensors `names`."""
+    shape = file.tensors[names[0]].shape
+    if EXPERTS in names[0]:
+        shape = (shape[0], len(names) * shape[1], *shape[2:])
+        shape = (*shape[:1], *reversed(shape[1:])) if file.architecture == "gpt-oss" else shape
+    return shape
+
+
+def _dense(file: GGUFFile, names: Sequence[str]) -> torch.Tensor:
+    """Return a tensor of the model, which consists of the tensors `names`: those of gate and up, or one."""
+    if EXPERTS not in names[0]:
+        values = torch.from_numpy(_restore(file, names[0])(dequantized(file, names[0])))
+        return values[None] if "ffn_gate_inp_shexp" in names[0] and values.ndim == 1 else values
+    values = _joined(file, [torch.from_numpy(dequantized(file, name)) for name in names])
+    return values.transpose(1, 2).contiguous() if file.architecture == "gpt-oss" and values.ndim == 3 else values
+
+
+def _joined(file: GGUFFile, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join the rows of gate and up, each [experts, rows, ...], for each expert. One part is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    if file.architecture == "gpt-oss":  # rows of gate and up alternate
+        return torch.stack(list(parts), dim=2).flatten(1, 2)
+    return torch.cat(list(parts), dim=1)
 
 
 def _restore(file: GGUFFile, name: str) -> Callable[[Array], Array]:
@@ -108,9 +159,20 @@ def _permuted_heads(file: GGUFFile, name: str) -> int | None:
     return next((count for part, count in found.items() if file.architecture == "llama" and part in name), None)
 
 
-def _packed(file: GGUFFile, name: str) -> PackedMatrix:
-    matrix = packed(file, name)
-    if (heads := _permuted_heads(file, name)) is not None:
+def _packed(file: GGUFFile, names: Sequence[str]) -> PackedMatrix:
+    """Return a packed matrix of the model, which consists of the tensors `names`: those of gate and up, or one."""
+    matrices = [packed(file, name) for name in names]
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        by_expert = [part.view(file.tensors[names[0]].shape[0], -1, part.shape[1]) for part in parts]
+        return _joined(file, by_expert).flatten(0, 1)
+
+    matrix = matrices[0]
+    if len(matrices) > 1:
+        offsets = [each.offsets for each in matrices if each.offsets is not None]
+        codes, scales = join([each.codes for each in matrices]), join([each.scales for each in matrices])
+        matrix = matrix._replace(codes=codes, scales=scales, offsets=join(offsets) if offsets else None)
+    if (heads := _permuted_heads(file, names[0])) is not None:
         matrix = matrix.rows(torch.from_numpy(_unpermute(np.arange(len(matrix.codes)), heads)))
     return matrix
 

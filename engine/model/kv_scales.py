@@ -76,7 +76,7 @@ def kv_scales(
     with torch.inference_mode():
         ids = torch.arange(count, device=device) * 7919 % model.vocab_size
         _, cache = run_alone(model, ids, dtype, torch.tensor([count - 1], device=device))
-        pairs = zip(cache.keys, cache.values, strict=True)
+        pairs = [cache.of_layer(layer)[:2] for layer in range(len(model.layers))]
         largest = [torch.stack([part.float().abs().amax((0, 2, 3)) for part in pair]) for pair in pairs]
     scales = [power_of_two(ROOM * found / torch.finfo(kv_dtype).max) for found in largest]
     for name, given in checkpoint.items():
@@ -90,7 +90,7 @@ def kv_scales(
                 f"{given.tolist()}; allowed is one positive number, or one for each of {heads} KV heads"
             )
         scales[layer][row] = power_of_two(given.to(device).float().flatten())
-    return scales
+    return [scales[index if layer.source is None else layer.source] for index, layer in enumerate(model.layers)]
 
 
 def power_of_two(numbers: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +32,17 @@ _NAMES: Mapping[str, str] = {
     "attention_norm": "input_layernorm norm_1 ln_attn",
     "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm norm_2 ln_mlp",
-    "post_mlp_norm": "post_feedforward_layernorm",
+    "post_self_attention_norm": "post_self_attn_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm post_mlp_layernorm",
     "qkv": "qkv_proj Wqkv",
     "grouped_qkv": "query_key_value",
     "query": "q_proj",
     "key": "k_proj",
     "value": "v_proj",
-    "query_norm": "q_norm",
-    "key_norm": "k_norm",
+    "query_norm": "q_norm q_layernorm",
+    "key_norm": "k_norm k_layernorm",
+    "late_query_norm": "query_layernorm",
+    "late_key_norm": "key_layernorm",
     "output": "o_proj dense out_proj",
     "gate_up": "gate_up_proj",
     "gate": "gate_proj",
@@ -127,18 +131,33 @@ def norm_rule(module: Any) -> NormRule:
     """Return the rule of an RMS norm or LayerNorm. Raises UnknownStructureError for any other module."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     names = [name for name, _ in module.named_parameters()]
-    if names not in (["weight"], ["weight", "bias"]) or module.weight.ndim != 1 or eps is None:
+    if names not in (["weight"], ["weight", "bias"]) or eps is None:
         raise UnknownStructureError(f"{type(module).__name__} is no RMS norm or LayerNorm")
     weight, bias = norm_of(module)
-    rows = torch.linspace(-1, 2, len(weight), dtype=weight.dtype, device=weight.device)[None]
+    rows = torch.linspace(-1, 2, weight.numel(), dtype=weight.dtype, device=weight.device).view(1, *weight.shape)
     with torch.inference_mode():
         found = module(rows).float()
-        for offset, centred in ((0.0, False), (1.0, False), (0.0, True)):
+        for offset, centred in product((0.0, 1.0), (False, True)):
             rule = NormRule(eps, offset, centred)
             expected = reference.norm(rows, weight, bias, **rule._asdict()).float()
             if torch.allclose(found, expected, rtol=4 * torch.finfo(weight.dtype).eps, atol=1e-6):
                 return rule
     raise UnknownStructureError(f"{type(module).__name__} is no RMS norm or LayerNorm")
+
+
+def head_norm_of(module: Any) -> tuple[Tensor, NormRule]:
+    """Return the weights and the rule of a norm of queries or keys.
+
+    The weights are [D] if all heads share them, [heads, D] if each head has its own, or [heads x D] if the norm is over
+    all heads together. Raises UnknownStructureError for any other module.
+    """
+    of_heads = getattr(module, "norms", None)  # StableLM has one module for each head
+    norms = [module] if of_heads is None else list(of_heads)
+    rule, *others = {norm_rule(norm) for norm in norms}
+    weights: Tensor = module.weight if of_heads is None else torch.stack([norm.weight for norm in norms])
+    if others or any(norm_of(norm).bias is not None for norm in norms) or (rule.centred and weights.ndim == 1):
+        raise UnknownStructureError(f"{type(module).__name__} normalises heads in an unknown way")
+    return weights.detach(), rule
 
 
 def activation_of(module: Any) -> Activation:

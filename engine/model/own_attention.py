@@ -15,14 +15,14 @@ from llmsched.engine.model.support import OWN_ATTENTION
 
 
 def own_attention(model: PreTrainedModel) -> list[AttentionCall] | None:
-    """Return one AttentionCall per layer for BLOOM, Falcon, MPT and StableLM; None for other models."""
+    """Return one AttentionCall per layer for a model in OWN_ATTENTION, and None for other models."""
     # Biases for positions are exact. transformers rounds those of BLOOM and MPT to the type of the weights, and those
     # of Falcon to bfloat16, where token numbers from 257 on lose digits.
     if type(model).__name__ not in OWN_ATTENTION:
         return None
     config: Any = model.config
     heads = kv_heads = config.num_attention_heads
-    dim = config.hidden_size // heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     scale = dim**-0.5
     slopes = alibi_slopes(heads).to(model.device) if config.model_type in ("bloom", "mpt") else None
     if config.model_type == "mpt":
@@ -34,7 +34,7 @@ def own_attention(model: PreTrainedModel) -> list[AttentionCall] | None:
             kv_heads = 1
         if config.alibi:
             slopes = alibi_slopes(heads).to(model.device) * scale  # Falcon scales the sum of score and bias
-    elif config.model_type == "stablelm":
+    elif config.model_type in ("stablelm", "nemotron"):
         kv_heads = config.num_key_value_heads
     shape, item_size = LayerShape(kv_heads, dim, dim), model.dtype.itemsize
     return [AttentionCall(shape, scale, None, None, heads, item_size, slopes)] * config.num_hidden_layers

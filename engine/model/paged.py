@@ -33,6 +33,7 @@ class LayerShape(NamedTuple):
     key_dim: int  # width of one head's key
     value_dim: int  # width of one head's value
     window: int | None = None  # sliding window in tokens, which includes the query's own token
+    source: int | None = None  # the earlier layer whose KV this layer reads; None: the layer has its own
 
 
 class LayerPlace(NamedTuple):
@@ -41,17 +42,23 @@ class LayerPlace(NamedTuple):
 
 
 def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPlace]:
-    """Assign each layer to a layer group of `layout`. Return one place per layer.
+    """Assign each layer to a layer group of `layout`. Return one place per layer, or that of the layer's source.
 
     Raises ModelError if layers with different KV shapes would share blocks, or if no group suits a layer.
     """
-    windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in layers]
+    own = [layer for layer in layers if layer.source is None]
+    windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in own]
     if not layout.full_groups and not all(windowed):
         raise ModelError(f"layer {windowed.index(False)} sees all tokens, but the cache has only sliding-window groups")
     counts = {True: layout.window_groups, False: layout.full_groups}
     size = max(-(-windowed.count(kind) // count) for kind, count in counts.items() if count)
-    before, places = {True: layout.full_groups * size, False: 0}, []
-    for kind in windowed:
+    before = {True: layout.full_groups * size, False: 0}
+    places, kinds = list[LayerPlace](), iter(windowed)
+    for layer in layers:
+        if layer.source is not None:
+            places.append(places[layer.source])
+            continue
+        kind = next(kinds)
         places.append(LayerPlace(*divmod(before[kind], size)))
         before[kind] += 1
     kv: dict[int, LayerShape] = {}
@@ -70,6 +77,7 @@ class KVCache:
     values: list[torch.Tensor]  # for each part [num_blocks, kv_heads, block_size, value_dim]
     places: list[LayerPlace]  # group and part of each layer
     scales: ListLike[torch.Tensor] | None = None  # of each layer in an fp8 cache, [2, kv_heads]
+    writers: frozenset[int] = frozenset()  # layers that write KV; other layers only read that of an earlier one
 
     @classmethod
     def allocate(
@@ -93,7 +101,8 @@ class KVCache:
         keys, values = [zeros(s, s.key_dim) for s in shapes], [zeros(s, s.value_dim) for s in shapes]
         if device.type == "cpu":
             threading.Thread(target=take_memory, args=([*keys, *values],), daemon=True).start()
-        return cls(keys, values, places, scales)
+        writers = frozenset(index for index, layer in enumerate(layers) if layer.source is None)
+        return cls(keys, values, places, scales, writers)
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
         """Return the key tensor, the value tensor, the group index and the scales of a layer."""
@@ -161,10 +170,12 @@ class PagedContext:
     ) -> torch.Tensor:
         """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv] to the cache, then compute attention.
 
-        `query` is [T, heads, D]; the result is [T, heads, Dv]. All tensors must be contiguous.
+        A layer that reads the KV of an earlier one writes nothing. `query` is [T, heads, D]; the result is
+        [T, heads, Dv]. All tensors must be contiguous.
         """
         keys, values, group, options["kv_scales"] = self.cache.of_layer(layer)
-        write_kv(key, value, keys, values, self.slot_mapping[group], kv_scales=options["kv_scales"])
+        if layer in self.cache.writers:
+            write_kv(key, value, keys, values, self.slot_mapping[group], kv_scales=options["kv_scales"])
         return paged_attention(
             query,
             keys,

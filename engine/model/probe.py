@@ -7,6 +7,8 @@
 #   of (query, key) positions, so the probe calls this function for positions that are far apart.
 # - Tokens do not influence each other outside attention, as they would through recurrent state or convolution. While
 #   attention returns zeros, a change of earlier tokens must not change the last token's logits.
+#
+# It also finds the layers whose queries do not depend on positions, and those that attend to another layer's KV.
 
 from __future__ import annotations
 
@@ -33,6 +35,10 @@ NEUTRAL_KEYWORDS = frozenset(
 TRIED_POSITIONS = (0, 1, 2, 3, 1023, (1 << 20) - 1, 1 << 20, (1 << 20) + 777)
 #: Number of tokens in a pass. With so many, attention over compressed or selected keys has fewer keys than queries.
 NUM_TOKENS = 33
+#: Difference of the positions in the two passes, if the model has rotary embeddings.
+SHIFT = 7
+#: Largest difference of numbers that count as equal, relative to the largest of them.
+TOLERANCE = 1e-2
 #: Values of window_of for a causal mask without a window, and for any other mask.
 FULL, UNKNOWN = 0, -1
 
@@ -47,10 +53,19 @@ class AttentionCall(NamedTuple):
     heads: int  # of the query
     item_size: int  # bytes of an element of the query
     slopes: torch.Tensor | None = None
+    rotates: bool = True  # False if the layer has no rotary embedding
 
     @property
     def attention(self) -> AttentionShape:
-        return AttentionShape(self.heads, *self.shape, self.item_size)
+        return AttentionShape(self.heads, *self.shape[:4], self.item_size)
+
+
+class Recording(NamedTuple):
+    """Calls of attention in one pass, by layer, with the last token's queries and with all keys."""
+
+    calls: dict[int, AttentionCall]
+    queries: dict[int, torch.Tensor]
+    keys: dict[int, torch.Tensor]
 
 
 def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
@@ -67,31 +82,40 @@ def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
     vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.arange(1, NUM_TOKENS + 1, device=model.device)
     other_tokens = torch.cat([tokens[:-1] + NUM_TOKENS, tokens[-1:]])
-    layers, logits = silenced_pass(model, tokens % vocab_size)
-    _, other_logits = silenced_pass(model, other_tokens % vocab_size)
+    rotary = any("rotary" in name for name, _ in model.named_modules())
+    first, logits = silenced_pass(model, tokens % vocab_size)
+    other, other_logits = silenced_pass(model, other_tokens % vocab_size, SHIFT if rotary else 0)
+    layers = first.calls
     num_layers = model.config.get_text_config().num_hidden_layers
     if unlike := set(range(num_layers)) ^ set(layers):
         raise ModelError(
             f"{name}: of {num_layers} layers, {len(layers)} use transformers' attention interface; "
             f"layer {min(unlike)} does not match, so the model cannot be served"
         )
-    tolerance = 1e-2 * float(logits.abs().max())
-    if not torch.allclose(logits, other_logits, rtol=0, atol=tolerance, equal_nan=True):
+    if not _are_close(logits, other_logits):
         raise ModelError(f"{name} mixes tokens outside attention (recurrent state, convolution): it cannot be served")
-    return [layers[layer] for layer in range(num_layers)], logits.shape[0]
+    turned = [not rotary or not _are_close(first.queries[layer], other.queries[layer]) for layer in range(num_layers)]
+    return [layers[layer]._replace(rotates=turned[layer]) for layer in range(num_layers)], logits.shape[0]
 
 
-def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[dict[int, AttentionCall], torch.Tensor]:
-    """Run the model with attention that returns zeros. Return AttentionCalls by layer and the last token's logits."""
-    layers: dict[int, AttentionCall] = {}
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=TOLERANCE * float(one.abs().max()), equal_nan=True)
+
+
+def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor, start: int = 0) -> tuple[Recording, torch.Tensor]:
+    """Run the model with attention that returns zeros. Return the recording, and the last token's logits.
+
+    `start` is the position of the first token.
+    """
+    recording = Recording({}, {}, {})
     with torch.inference_mode():
         output = model(
             input_ids=token_ids[None],
-            position_ids=torch.arange(len(token_ids), device=model.device)[None],
+            position_ids=torch.arange(start, start + len(token_ids), device=model.device)[None],
             use_cache=False,
-            paged_context=layers,
+            paged_context=recording,
         )
-    return layers, output.logits[0, -1].float()
+    return recording, output.logits[0, -1].float()
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
@@ -108,14 +132,14 @@ def recording_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_context: dict[int, AttentionCall] | None = None,
+    paged_context: Recording | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the layer's AttentionCall in `paged_context`, and return zeros [1, T, heads, Dv].
+    """Record the layer's call in `paged_context`, and return zeros [1, T, heads, Dv].
 
     Raises ModelError for attention that the engine does not support.
     """
@@ -123,7 +147,7 @@ def recording_attention(
     name = f"{type(module).__name__} of layer {layer}"
     if paged_context is None:
         raise ModelError(f"{name} does not receive the keywords passed to the model: the model cannot be served")
-    if layer in paged_context:
+    if layer in paged_context.calls:
         raise ModelError(f"{name} computes attention twice in one pass: the model cannot be served")
     if key.shape[2] != query.shape[2]:
         raise ModelError(f"{name} attends to keys that are not tokens of its input: the model cannot be served")
@@ -140,9 +164,11 @@ def recording_attention(
                 f"{name} gets a sliding window of {given_window or 'no'} tokens but its mask has {window or 'none'}: "
                 "the model cannot be served"
             )
-    shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window)
+    source = next((other for other, keys in paged_context.keys.items() if keys.data_ptr() == key.data_ptr()), None)
+    shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window, source)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    paged_context[layer] = AttentionCall(shape, scale, softcap, s_aux, query.shape[1], query.element_size())
+    paged_context.keys[layer], paged_context.queries[layer] = key, query[0, :, -1].float()
+    paged_context.calls[layer] = AttentionCall(shape, scale, softcap, s_aux, query.shape[1], query.element_size())
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

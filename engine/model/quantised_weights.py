@@ -67,7 +67,7 @@ def dequantised_state_dict(
     def kept(name: str, shape: tuple[int, ...], members: Sequence[QuantisedMatrix]) -> LazyTensor:
         def pack() -> Tensor:
             assert packed_matrices is not None
-            packed_matrices[name] = concatenated([read(matrix) for matrix in members])
+            packed_matrices[name] = stacked_experts([read(matrix) for matrix in members], shape[0])
             return placeholder(shape, dtype)
 
         return LazyTensor(pack)
@@ -91,13 +91,19 @@ def dequantised_state_dict(
     return plain | others | {name: joined(name, members) for name, members in experts.items()}
 
 
-def concatenated(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
-    """Concatenate the rows of matrices of one kind."""
+def stacked_experts(matrices: Sequence[PackedMatrix], num_experts: int) -> PackedMatrix:
+    """Join the rows of matrices of one kind, of which each expert has as many. One matrix is returned as it is."""
     if len(matrices) == 1:
         return matrices[0]
     offsets = [matrix.offsets for matrix in matrices if matrix.offsets is not None]
+    orders = [matrix.order for matrix in matrices if matrix.order is not None][:: len(matrices) // num_experts]
     codes, scales = (torch.cat(parts) for parts in zip(*(matrix[:2] for matrix in matrices), strict=True))
-    return matrices[0]._replace(codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
+    return matrices[0]._replace(
+        codes=codes,
+        scales=scales,
+        offsets=torch.cat(offsets) if offsets else None,
+        order=torch.stack(orders) if orders else None,
+    )
 
 
 def packed(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any], where: str) -> PackedMatrix:

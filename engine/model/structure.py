@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +22,12 @@ from llmsched.engine.model.modules import (
     activation_of,
     children,
     first_of,
+    head_norm_of,
     linear,
     norm_of,
     norm_rule,
 )
+from llmsched.kernels import reference
 from llmsched.kernels.activations import Activation
 
 
@@ -37,26 +40,31 @@ class MlpParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    attention_norm: Norm
-    mlp_norm: Norm | None  # None if attention and MLP read the same norm
+    attention_norm: Norm | None  # None if attention reads the residual itself
+    mlp_norm: Norm | None  # None if the MLP reads the residual itself or, in a parallel layer, the norm of attention
     branch_norms: tuple[Tensor | None, Tensor | None]  # weights of norms after attention and after the MLP
     projections: tuple[Linear, ...]  # compute queries, keys and values, each alone or several in one
-    query_norm: Tensor | None  # [D], None if heads are not normalised
-    key_norm: Tensor | None  # [D], None if heads are not normalised
+    head_norms: tuple[Tensor, ...]  # weights of norms of queries and keys, see `head_norm_of`; empty without norms
     output: Linear
     mlp: MlpParts | None  # in a layer with experts, the MLP that every token passes through, if there is one
     experts: ExpertParts | None
     shared_gate: Linear | None  # one number per token: the sigmoid of it is the factor of the MLP beside the experts
-    rotates: bool  # False without rotary embedding
     kind: str | None  # name of the rotary embedding, if the model has several
     clip: float | None  # limits the size of queries, keys and values
+
+
+class Rotation(NamedTuple):
+    """Way in which a model applies rotary embeddings."""
+
+    neighbours: bool  # see `rotate_and_write`
+    tables: Callable[[Tensor], Tensor]  # converts the model's tables [1, T, N] to those of `rotate_and_write`
 
 
 class LayerTraits(NamedTuple):
     """Properties that all layers of a model share."""
 
     by_group: bool  # see `rotate_and_write`
-    half_tables: bool  # True if the rotary embedding gives only the first half of cosines and sines
+    norm_last: bool  # see `rotate_and_write`
     parallel: bool  # True if attention and MLP read the same residual and are added to it together
     after_norm: bool  # True if attention and MLP are added to the norm that they read
 
@@ -77,6 +85,7 @@ class DecoderParts:
     norm: Norm
     head: Linear
     rule: NormRule
+    rotation: Rotation
     traits: LayerTraits
     factors: Factors
     softcap: float | None  # limits the logits
@@ -99,8 +108,8 @@ def read_structure(model: PreTrainedModel) -> DecoderParts:
     if len(rules) > 1:
         raise UnknownStructureError("norms differ in eps or offset")
     rule = rules.pop()
-    if rule.centred and any(norm is not None for part in layers for norm in (part.query_norm, *part.branch_norms)):
-        raise UnknownStructureError("a LayerNorm follows attention or MLP, or normalises heads")
+    if rule.centred and any(norm is not None for part in layers for norm in part.branch_norms):
+        raise UnknownStructureError("a LayerNorm follows attention or MLP")
     if len(traits) != 1:
         raise UnknownStructureError("layers differ in activation function or arrangement")
     routers = {layer.experts.router.data_ptr() for layer in layers if layer.experts is not None}
@@ -114,10 +123,12 @@ def read_structure(model: PreTrainedModel) -> DecoderParts:
         norm=norm_of(inner["norm"]),
         head=linear(top["head"]),
         rule=rule,
+        rotation=_rotation_of(next(inner["layers"].children()), inner.get("rotary"), kinds),
         traits=traits.pop(),
-        factors=Factors._make(
-            float(getattr(config, name, None) or 1)
-            for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        factors=Factors(
+            float(getattr(config, "embedding_multiplier", None) or 1),
+            float(getattr(config, "residual_multiplier", None) or 1),
+            float(getattr(config, "logits_scaling", None) or 1 / (getattr(model, "logit_scale", None) or 1)),
         ),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
@@ -125,37 +136,42 @@ def read_structure(model: PreTrainedModel) -> DecoderParts:
 
 def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None) -> tuple[LayerParts, LayerTraits]:
     """Return the parts and traits of a layer, and add the layer's norm rules to `rules`."""
-    parts = children(layer, "a layer", "attention mlp attention_norm", "mlp_norm post_attention_norm post_mlp_norm")
-    roles = "qkv grouped_qkv query key value query_norm key_norm"
+    norms = "attention_norm post_attention_norm post_self_attention_norm mlp_norm post_mlp_norm"
+    parts = children(layer, "a layer", "attention mlp", norms)
+    roles = "qkv grouped_qkv query key value query_norm key_norm late_query_norm late_key_norm"
     attention = children(parts["attention"], "attention", "output", roles, own="sinks")
     if getattr(parts["attention"], "is_causal", True) is not True:
         raise UnknownStructureError("attention is not causal")
     mlp, experts, shared_gate = _read_mlp(parts["mlp"], config)
-    if "post_mlp_norm" not in parts and "post_attention_norm" in parts:  # Llama's name of the norm before the MLP
+    before_mlp = "post_mlp_norm" not in parts or "post_self_attention_norm" in parts  # Llama's name, and GLM-4's
+    if before_mlp and "post_attention_norm" in parts:
         parts["mlp_norm"] = parts.pop("post_attention_norm")
-    rules |= {norm_rule(module) for name, module in (parts | attention).items() if name.endswith("norm")}
+    if "post_self_attention_norm" in parts:
+        parts["post_attention_norm"] = parts.pop("post_self_attention_norm")
+    rules |= {norm_rule(module) for name, module in parts.items() if name.endswith("norm")}
     after = [parts[name].weight if name in parts else None for name in ("post_attention_norm", "post_mlp_norm")]
-    heads = [attention[name] for name in ("query_norm", "key_norm") if name in attention]
+    late = "late_query_norm" in attention
+    names = ("late_query_norm", "late_key_norm") if late else ("query_norm", "key_norm")
+    heads = [head_norm_of(attention[name]) for name in names if name in attention]
+    rules |= {rule for _, rule in heads}
     projections = first_of(attention, "attention", "grouped_qkv", "qkv", "query key value")
     traits = LayerTraits(
         by_group=projections == ["grouped_qkv"],
-        half_tables=_has_half_tables(parts["attention"]),
-        parallel="mlp_norm" not in parts
+        norm_last=late,
+        parallel=not parts.keys() & {"mlp_norm", "post_mlp_norm"}
         or any(getattr(config, name, False) for name in ("use_parallel_residual", "parallel_attn")),
         after_norm=getattr(config, "apply_residual_connection_post_layernorm", False),
     )
     made = LayerParts(
-        attention_norm=norm_of(parts["attention_norm"]),
+        attention_norm=norm_of(parts["attention_norm"]) if "attention_norm" in parts else None,
         mlp_norm=norm_of(parts["mlp_norm"]) if "mlp_norm" in parts else None,
         branch_norms=(after[0], after[1]),
         projections=tuple(linear(attention[name]) for name in projections),
-        query_norm=heads[0].weight if heads else None,
-        key_norm=heads[-1].weight if heads else None,
+        head_norms=tuple(weights for weights, _ in heads),
         output=linear(attention["output"]),
         mlp=mlp,
         experts=experts,
         shared_gate=shared_gate,
-        rotates=bool(getattr(parts["attention"], "use_rope", True)),
         kind=kind,
         clip=getattr(parts["attention"], "clip_qkv", None) or getattr(config, "clip_qkv", None),
     )
@@ -175,23 +191,46 @@ def _read_mlp(module: nn.Module, config: Any) -> tuple[MlpParts | None, ExpertPa
     return shared, experts, linear(parts["shared_gate"]) if "shared_gate" in parts else None
 
 
-def _has_half_tables(attention: nn.Module) -> bool:
-    """Return True if rotary embeddings are given without repetition, as in gpt-oss.
+def _as_given(table: Tensor) -> Tensor:
+    return table
 
-    Raises UnknownStructureError if they pair neighbouring numbers, as in GLM, or scale queries, as in Ministral 3.
+
+def _repeated(table: Tensor) -> Tensor:
+    return table.repeat(1, 1, 2)
+
+
+def _spread(table: Tensor) -> Tensor:
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1)
+
+
+_LLAMA, _GPT_OSS = Rotation(False, _as_given), Rotation(False, _repeated)
+_COHERE, _GLM = Rotation(True, _as_given), Rotation(True, _spread)
+
+
+def _rotation_of(layer: nn.Module, rotary: nn.Module | None, kinds: Sequence[str] | None) -> Rotation:
+    """Return the way in which the layers apply rotary embeddings, found by a trial.
+
+    Raises UnknownStructureError for an unknown way, or if queries are scaled by their positions, as in Ministral 3.
     """
     # In 16-bit types, the comparison of logits would not notice, and it has no positions at which scales change.
+    attention = next(child for name, child in layer.named_children() if "attention" in name or "attn" in name)
     module: Any = sys.modules[type(attention).__module__]
     if hasattr(module, "get_llama_4_attn_scale"):
         raise UnknownStructureError("queries are scaled by their positions")
-    rotate, apply = getattr(module, "rotate_half", None), getattr(module, "_apply_rotary_emb", None)
-    numbers = torch.arange(8.0)
-    if rotate is not None:
-        turned = rotate(numbers)
-    elif apply is not None:
-        turned = apply(numbers, torch.zeros(4), torch.ones(4))
-    else:
-        return False
-    if not torch.equal(turned, torch.cat((-numbers[4:], numbers[:4]))):
-        raise UnknownStructureError("rotary embeddings pair neighbouring numbers")
-    return rotate is None
+    apply = getattr(module, "apply_rotary_pos_emb", None)
+    if rotary is None or apply is None:
+        return _LLAMA
+    device = next(layer.parameters()).device
+    row, positions = torch.zeros(1, 5, 1, device=device), torch.arange(5, device=device)[None]
+    cos, sin = rotary(row, positions, **({} if kinds is None else {"layer_type": kinds[0]}))
+    for rotation in (_LLAMA, _GPT_OSS, _COHERE, _GLM):
+        tables = [rotation.tables(table.float()) for table in (cos, sin)]
+        vectors = torch.linspace(-1, 2, 5 * tables[0].shape[2], device=device).view(1, 1, 5, -1)
+        expected = reference.rotate(vectors[0, 0, :, None], tables[0][0], tables[1][0], rotation.neighbours)[:, 0]
+        try:
+            found = apply(vectors, vectors, cos.float(), sin.float())[0]
+        except (RuntimeError, TypeError):
+            continue  # the tables have another width
+        if found.shape == vectors.shape and torch.allclose(found[0, 0], expected, atol=1e-5):
+            return rotation
+    raise UnknownStructureError("rotary embeddings are applied in an unknown way")

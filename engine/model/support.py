@@ -42,36 +42,52 @@ TESTED = (
 )
 SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
 
-#: Models that do not use transformers' attention interface, but that the fused decoder can compute.
-OWN_ATTENTION = frozenset({"BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM", "StableLmForCausalLM"})
+#: Models that do not use transformers' attention interface, or whose layers do not hand keywords on to attention
+#: (Nemotron), but that the fused decoder can compute.
+OWN_ATTENTION = frozenset(
+    {"BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM", "NemotronForCausalLM", "StableLmForCausalLM"}
+)
 #: Classes by model type: DECODERS pass _check_class, _RECURRENT fail it because of recurrent state, and _INDEXED fail
 #: _check_layers. With these tables most models can be checked without importing transformers.
 DECODERS = {
+    "arcee": "ArceeForCausalLM",
     "bloom": "BloomForCausalLM",
+    "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "falcon": "FalconForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "mpt": "MptForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmo": "OlmoForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",

@@ -29,12 +29,15 @@ NormArguments = arguments_type(
 )
 RotaryArguments = arguments_type(
     addresses=("projected", "cos", "sin", "query_weight", "key_weight", "query", "keys", "values", "slots", "scales"),
-    sizes=("tokens", "heads", "kv_heads", "head_dim", "rotated", "by_group", "num_blocks", "block_size"),
+    sizes=(
+        *("tokens", "heads", "kv_heads", "head_dim", "rotated"),
+        *("by_group", "neighbours", "norm_last", "num_blocks", "block_size"),
+    ),
     floats=("eps", "offset"),
 )
 ActivationArguments = arguments_type(addresses=("rows", "output"), sizes=("tokens", "parts", "size", "activation"))
 NUMBERS: dict[Activation, int] = {name: number for number, name in enumerate(get_args(Activation))}
-SILU, GELU = NUMBERS["silu"], NUMBERS["gelu"]
+SILU, GELU, RELU2 = NUMBERS["silu"], NUMBERS["gelu"], NUMBERS["relu2"]
 
 
 def add_norm(
@@ -142,6 +145,8 @@ def rotate_and_write(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     by_group: bool = False,
+    neighbours: bool = False,
+    norm_last: bool = False,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     tokens, size = projected.shape
@@ -165,6 +170,8 @@ def rotate_and_write(
         head_dim,
         cos.shape[1],
         by_group,
+        neighbours,
+        norm_last,
         num_blocks,
         block_size,
         eps,
@@ -199,19 +206,25 @@ def rotary_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
             for head in range(heads):
                 place = head // group * (group + 2) + head % group if a.by_group != 0 else head
                 load(vectors[place], row)
-                if a.query_weight != 0:
+                if a.query_weight != 0 and a.norm_last == 0:
                     normalise(row, query_weight, query_weight, False, False, a.eps, a.offset, normed)
                     load(normed, row)
-                rotate(row, c, s, query[token, head])
+                rotate(row, c, s, a.neighbours != 0, query[token, head])
+                if a.query_weight != 0 and a.norm_last != 0:
+                    load(query[token, head], row)
+                    normalise(row, query_weight, query_weight, False, False, a.eps, a.offset, query[token, head])
             if slots[token] >= 0:
                 block, offset = slots[token] // a.block_size, slots[token] % a.block_size
                 for head in range(kv_heads):
                     place = head * (group + 2) + group if a.by_group != 0 else heads + head
                     load(vectors[place], row)
-                    if a.key_weight != 0:
+                    if a.key_weight != 0 and a.norm_last == 0:
                         normalise(row, key_weight, key_weight, False, False, a.eps, a.offset, normed)
                         load(normed, row)
-                    rotate(row, c, s, normed)
+                    rotate(row, c, s, a.neighbours != 0, normed)
+                    if a.key_weight != 0 and a.norm_last != 0:
+                        load(normed, row)
+                        normalise(row, key_weight, key_weight, False, False, a.eps, a.offset, normed)
                     key_scale, value_scale = np.float32(1), np.float32(1)
                     if a.scales != 0:
                         key_scale, value_scale = scales[0, head], scales[1, head]
@@ -230,12 +243,17 @@ def store_row(source: Any, scale: Any, target: Any) -> None:
 
 
 @jit()
-def rotate(row: Any, cos: Any, sin: Any, output: Any) -> None:
+def rotate(row: Any, cos: Any, sin: Any, neighbours: bool, output: Any) -> None:
     """Write the vector `row` with its rotary position embedding to `output`, computed as in `reference.rotate`."""
     half = cos.shape[0] // 2
-    for i in range(half):
-        put(output, i, row[i] * to_float32(cos[i]) - row[half + i] * to_float32(sin[i]))
-        put(output, half + i, row[half + i] * to_float32(cos[half + i]) + row[i] * to_float32(sin[half + i]))
+    if neighbours:
+        for i in range(0, 2 * half, 2):
+            put(output, i, row[i] * to_float32(cos[i]) - row[i + 1] * to_float32(sin[i]))
+            put(output, i + 1, row[i + 1] * to_float32(cos[i + 1]) + row[i] * to_float32(sin[i + 1]))
+    else:
+        for i in range(half):
+            put(output, i, row[i] * to_float32(cos[i]) - row[half + i] * to_float32(sin[i]))
+            put(output, half + i, row[half + i] * to_float32(cos[half + i]) + row[i] * to_float32(sin[half + i]))
     for i in range(2 * half, row.shape[0]):
         put(output, i, row[i])
 
@@ -273,6 +291,8 @@ def activation_body(element: np.dtype[Any]) -> Any:
                 silu_row(gate, up, has_gate, output[token])
             elif a.activation == GELU:
                 gelu_row(gate, up, has_gate, output[token])
+            elif a.activation == RELU2:
+                relu2_row(gate, up, has_gate, output[token])
             else:
                 gelu_tanh_row(gate, up, has_gate, output[token])
 
@@ -311,6 +331,16 @@ def gelu_tanh_row(gate: Any, up: Any, has_gate: bool, output: Any) -> None:
 
 
 @jit()
+def relu2_row(gate: Any, up: Any, has_gate: bool, output: Any) -> None:
+    if has_gate:
+        for i in range(output.shape[0]):
+            put(output, i, relu2(to_float32(gate[i])) * to_float32(up[i]))
+    else:
+        for i in range(output.shape[0]):
+            put(output, i, relu2(to_float32(gate[i])))
+
+
+@jit()
 def silu(x: Any) -> Any:
     decay = exp32(-abs(x))
     return x * ((decay if x < np.float32(0) else np.float32(1)) / (np.float32(1) + decay))
@@ -325,3 +355,9 @@ def gelu(x: Any) -> Any:
 def gelu_tanh(x: Any) -> Any:
     inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
     return np.float32(0.5) * x * (np.float32(1) + tanh32(inner))
+
+
+@jit()
+def relu2(x: Any) -> Any:
+    positive = max(x, np.float32(0))
+    return positive * positive

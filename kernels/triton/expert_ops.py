@@ -30,13 +30,16 @@ class ExpertTiling(NamedTuple):
     num_stages: int
 
 
-def choose_expert_tiling(num_pairs: int, num_experts: int, item_size: int) -> ExpertTiling:
-    """Choose the tile sizes of the products of all experts. `item_size` is the bytes of one number."""
+def choose_expert_tiling(num_pairs: int, num_experts: int, item_size: int, ordered: bool = False) -> ExpertTiling:
+    """Choose the tile sizes of the products of all experts. `item_size` is the bytes of one number.
+
+    `ordered` is True if columns have an order, which takes more registers.
+    """
     # Only two variants per model, so that a step of one token and a step of most tokens compile both.
     few = num_pairs <= FEW_PAIRS * num_experts
     if item_size == 4:  # full float32 products run on CUDA cores, not tensor cores, and read registers
         return ExpertTiling(16 if few else 32, 64, 32, num_warps=4, num_stages=1)
-    return ExpertTiling(16, 64, 64, num_warps=4, num_stages=4) if few else ExpertTiling(64, 128, 64, 4, 3)
+    return ExpertTiling(16, 64, 64, num_warps=4, num_stages=4) if few else ExpertTiling(64, 128, 64, 8 if ordered else 4, 3)
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -107,13 +110,14 @@ def _product(
     numbers = numbers.view(num_experts, -1, numbers.shape[-1])
     width = numbers.shape[1]
     output = rows.new_empty(num_pairs, width if gate is None else width // 2)
-    tiling = choose_expert_tiling(num_pairs, num_experts, rows.element_size())
+    ordered = packed is not None and packed.order is not None
+    tiling = choose_expert_tiling(num_pairs, num_experts, rows.element_size(), ordered)
     blocks = num_pairs // tiling.block_m + min(num_pairs, num_experts)  # each expert has at most one that is not full
     rule = gate or Gate()
     expert_kernel[(blocks * -(-width // tiling.block_n),)](
         rows,
         numbers,
-        *(weights if each is None else each for each in (packed or (None,) * 4)[1:4]),
+        *(weights if each is None else each for each in (packed or (None,) * 5)[1:5]),
         weights if biases is None else biases,
         order,
         starts,
@@ -136,6 +140,7 @@ def _product(
         PER_BYTE=0 if packed is None else 8 // packed.bits,
         GROUP=1 if packed is None else size // packed.scales.shape[1],
         SHIFTED=packed is not None and packed.offsets is not None,
+        ORDERED=ordered,
         BLOCK_E=power_of_two(num_experts),
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,

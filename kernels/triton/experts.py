@@ -163,6 +163,7 @@ def packed_product(
     scales,
     offsets,
     table,
+    inputs,
     names,
     inside,
     SIZE: tl.constexpr,
@@ -170,11 +171,13 @@ def packed_product(
     PER_BYTE: tl.constexpr,
     GROUP: tl.constexpr,
     SHIFTED: tl.constexpr,
+    ORDERED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """Return the products of some rows with the rows `names` of a packed matrix, see `packed_products`."""
+    # If ORDERED, column j belongs to number inputs[j] of a row.
     ROW_BYTES: tl.constexpr = SIZE // PER_BYTE
     places, lanes, numbers = tl.arange(0, BLOCK_B // HALF) * HALF, tl.arange(0, HALF), tl.arange(0, BLOCK_B)
     columns = numbers // HALF * (HALF * PER_BYTE) + numbers % HALF
@@ -194,6 +197,8 @@ def packed_product(
                 weights += tl.load(offsets + group, mask=there, other=0.0).to(tl.float32)[:, :, None]
             column = start * PER_BYTE + half * HALF + columns
             left = real[:, None] & (column < SIZE)[None, :]
+            if ORDERED:
+                column = tl.load(inputs + column, mask=column < SIZE, other=0)
             x = tl.load(rows + sources[:, None] * SIZE + column[None, :], mask=left, other=0.0)
             weights = tl.trans(weights.to(x.dtype).reshape(BLOCK_N, BLOCK_B))
             product = tl.dot(x, weights, product, input_precision="ieee")
@@ -207,6 +212,7 @@ def expert_kernel(
     scales,  # [EXPERTS x WIDTH, SIZE / GROUP]; unused if PER_BYTE is 0
     offsets,  # [EXPERTS x WIDTH, SIZE / GROUP]; unused unless SHIFTED
     table,  # [16]; unused unless CODING is TABLE
+    inputs,  # [EXPERTS, SIZE] int64; unused unless ORDERED
     biases,  # [EXPERTS, WIDTH]; unused unless BIAS
     order,  # [P]
     starts,  # [EXPERTS + 1]
@@ -231,6 +237,7 @@ def expert_kernel(
     PER_BYTE: tl.constexpr,
     GROUP: tl.constexpr,
     SHIFTED: tl.constexpr,
+    ORDERED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -253,8 +260,9 @@ def expert_kernel(
         names = columns % 2 * (WIDTH // 2) + columns // 2
     if PER_BYTE > 0:
         product = packed_product(
-            rows, sources, real, matrices, scales, offsets, table, expert.to(tl.int64) * WIDTH + names, inside,
-            SIZE, CODING, PER_BYTE, GROUP, SHIFTED, BLOCK_M, BLOCK_N, BLOCK_K // 2,
+            rows, sources, real, matrices, scales, offsets, table, inputs + expert * SIZE,
+            expert.to(tl.int64) * WIDTH + names, inside,
+            SIZE, CODING, PER_BYTE, GROUP, SHIFTED, ORDERED, BLOCK_M, BLOCK_N, BLOCK_K // 2,
         )  # fmt: skip
     else:
         product = dense_product(

@@ -79,10 +79,12 @@ def rotary_kernel(
     BLOCK_D: tl.constexpr,
     NORM: tl.constexpr,
     BY_GROUP: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """Compute `reference.rotate_and_write` for one vector of one token."""
-    # Heads of queries come first, then of keys, then of values. `y` is `x` with the rotated halves exchanged.
+    # Heads of queries come first, then of keys, then of values. `y` is `x` with the numbers of each pair exchanged.
     HALF: tl.constexpr = ROTATED // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -98,20 +100,25 @@ def rotary_kernel(
     inside = numbers < DIM
     x = tl.load(vector + numbers, mask=inside, other=0.0)
     if head < HEADS + KV_HEADS:
-        rotated, low = numbers < ROTATED, numbers < HALF
-        partner = tl.where(low, numbers + HALF, numbers - HALF)
+        STEP: tl.constexpr = 1 if NEIGHBOURS else HALF
+        rotated, low = numbers < ROTATED, numbers % 2 == 0 if NEIGHBOURS else numbers < HALF
+        partner = tl.where(low, numbers + STEP, numbers - STEP)
         y = tl.load(vector + partner, mask=rotated, other=0.0)
         if NORM:
             weight = query_weight if head < HEADS else key_weight
-            wide = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
             x_weight = tl.load(weight + numbers, mask=inside, other=0.0).to(tl.float32) + offset
-            y_weight = tl.load(weight + partner, mask=rotated, other=0.0).to(tl.float32) + offset
-            x, y = (wide * scale * x_weight).to(x.dtype), (y.to(tl.float32) * scale * y_weight).to(x.dtype)
+            if not NORM_LAST:
+                wide = x.to(tl.float32)
+                scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
+                y_weight = tl.load(weight + partner, mask=rotated, other=0.0).to(tl.float32) + offset
+                x, y = (wide * scale * x_weight).to(x.dtype), (y.to(tl.float32) * scale * y_weight).to(x.dtype)
         c = tl.load(cos + token * ROTATED + numbers, mask=rotated, other=1.0).to(tl.float32)
         s = tl.load(sin + token * ROTATED + numbers, mask=rotated, other=0.0).to(tl.float32)
         turned = tl.where(low, -y.to(tl.float32), y.to(tl.float32))
         x = (x.to(tl.float32) * c + turned * s).to(x.dtype)
+        if NORM and NORM_LAST:
+            wide = x.to(tl.float32)
+            x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * x_weight).to(x.dtype)
     if head < HEADS:
         tl.store(query + (token * HEADS + head) * DIM + numbers, x, mask=inside)
     else:
@@ -130,6 +137,8 @@ def activate(x, ACTIVATION: tl.constexpr):
         y = 0.5 * x * (1 + tl.erf(0.7071067811865476 * x))
     elif ACTIVATION == 2:  # gelu_tanh: 0.5 x (1 + tanh(z)) is x times the sigmoid of 2 z
         y = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == 3:  # relu2
+        y = tl.where(x > 0, x * x, 0.0)
     else:  # silu
         y = x / (1 + tl.exp(-x))
     return y

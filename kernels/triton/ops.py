@@ -279,6 +279,8 @@ def rotate_and_write(
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
     by_group: bool = False,
+    neighbours: bool = False,
+    norm_last: bool = False,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     tokens, size = projected.shape
@@ -307,6 +309,8 @@ def rotate_and_write(
             BLOCK_D=padded(head_dim),
             NORM=query_weight is not None,
             BY_GROUP=by_group,
+            NEIGHBOURS=neighbours,
+            NORM_LAST=norm_last,
             FP8=kv_scales is not None,
             num_warps=1,
             enable_fp_fusion=True,

@@ -30,10 +30,17 @@ def norm_difference(module: Any, expected: Any, case: str, tokens: int, size: in
     return float((found[0] - found[1]).abs().max())
 
 
-#: Cases of `rotary_difference`: rotated numbers of a head's 20, whether heads are normalised, whether by group.
-ROTARY_CASES = {"all": (20, False, False), "with norm": (20, True, False), "partial by group": (12, False, True)} | {
-    "partial with norm": (12, True, False),
-    "none by group": (0, False, True),
+#: Cases of `rotary_difference`: rotated numbers of a head's 20, whether heads are normalised, and other options.
+ROTARY_CASES: dict[str, tuple[int, bool, dict[str, bool]]] = {
+    "all": (20, False, {}),
+    "with norm": (20, True, {}),
+    "partial by group": (12, False, {"by_group": True}),
+    "partial with norm": (12, True, {}),
+    "none by group": (0, False, {"by_group": True}),
+    "neighbours with norm": (20, True, {"neighbours": True}),
+    "partial neighbours": (12, False, {"neighbours": True}),
+    "norm last": (20, True, {"norm_last": True}),
+    "partial neighbours, norm last": (12, True, {"neighbours": True, "norm_last": True}),
 }
 
 
@@ -41,7 +48,7 @@ def rotary_difference(
     module: Any, expected: Any, case: str, tokens: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int = 20
 ) -> float:
     """Return the greatest difference of `rotate_and_write` of two modules, in the queries and in the caches."""
-    rotated, norm, by_group = ROTARY_CASES[case]
+    rotated, norm, others = ROTARY_CASES[case]
     heads, kv_heads, block_size = 6, 2, 4
     projected = normal(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     angles = normal(tokens, rotated, seed=1)
@@ -49,7 +56,7 @@ def rotary_difference(
         "query_weight": normal(head_dim, seed=2, dtype=dtype),
         "key_weight": normal(head_dim, seed=3, dtype=dtype),
     }
-    options = {"eps": 1e-6, "offset": 1.0, **weights} if norm else {}
+    options: dict[str, Any] = others | ({"eps": 1e-6, "offset": 1.0, **weights} if norm else {})
     blocks = -(-tokens // block_size) + 1
     slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(4), device="cpu")[:tokens]
     slots = slots.to(torch.get_default_device())
@@ -60,7 +67,7 @@ def rotary_difference(
     for ops in (module, expected):
         caches = [normal(blocks, kv_heads, block_size, head_dim, seed=5).to(cached) for _ in range(2)]
         tables = (angles.cos().to(dtype), angles.sin().to(dtype))
-        query = ops.rotate_and_write(projected, *tables, *caches, slots, by_group=by_group, **options)
+        query = ops.rotate_and_write(projected, *tables, *caches, slots, **options)
         found.append(torch.cat([part.float().flatten() for part in (query, *caches)]))
     return float((found[0] - found[1]).abs().max())
 

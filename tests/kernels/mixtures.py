@@ -37,6 +37,7 @@ class Mixture:
     biases: bool = False
     transposed: bool = False
     packed: Literal["mxfp4", "int4", "fp8", ""] = ""  # kind of the matrices, if they are packed
+    ordered: bool = False  # True if the columns of each packed expert have an order of their own
     choice: Literal["random", "first", "apart"] = "random"  # experts 0 to C - 1, or none that another token has
 
 
@@ -52,6 +53,7 @@ MIXTURES: dict[str, Mixture] = {
     "experts of one token each": Mixture(tokens=7, num_experts=90, chosen=4, choice="apart"),
     "packed mxfp4": Mixture(hidden=64, inner=96, gate=OSS, biases=True, packed="mxfp4"),
     "packed int4": Mixture(tokens=150, num_experts=4, hidden=96, inner=64, packed="int4"),
+    "packed int4 in order": Mixture(tokens=20, hidden=96, inner=64, packed="int4", ordered=True),
     "packed fp8": Mixture(hidden=128, inner=32, packed="fp8"),
     "many tokens": Mixture(tokens=150, num_experts=4, hidden=72, inner=100),
 }
@@ -98,6 +100,8 @@ def inputs(case: Mixture, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str
         up, down = (
             random_packed(count * size, width, case.packed) for size, width in ((2 * inner, hidden), (hidden, inner))
         )
+    if case.ordered:
+        up, down = (each._replace(order=normal(count, each.shape[1], seed=7).argsort(dim=1)) for each in (up, down))
     if case.transposed:
         up, down = (weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in (up, down))
     experts = normal(tokens, count, seed=3).argsort(dim=1)[:, : case.chosen].int()

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, normal, rotary_difference
+from transformers.activations import ACT2FN
+from transformers.models.glm4 import modeling_glm4 as glm4
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from llmsched.kernels import reference
@@ -41,6 +43,14 @@ def test_reference_rotation_is_that_of_transformers() -> None:
     torch.testing.assert_close(found, expected[0].transpose(0, 1))
 
 
+def test_reference_rotation_of_neighbours_is_that_of_transformers() -> None:
+    vectors, angles = normal(5, 3, 16), normal(5, 4, seed=1)
+    packed, halves = vectors.transpose(0, 1)[None], angles.repeat(1, 2)
+    expected, _ = glm4.apply_rotary_pos_emb(packed, packed, halves.cos()[None], halves.sin()[None])
+    tables = angles.cos().repeat_interleave(2, 1), angles.sin().repeat_interleave(2, 1)
+    torch.testing.assert_close(reference.rotate(vectors, *tables, True), expected[0].transpose(0, 1))
+
+
 def test_reference_reads_rows_by_group() -> None:
     """Rows with each KV head's queries, key and value together give the same as rows with all queries first."""
     vectors = normal(3, 2, 5, 4)  # two KV heads with three queries each
@@ -58,7 +68,7 @@ def test_reference_reads_rows_by_group() -> None:
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_reference_gate_is_torchs(activation: reference.Activation) -> None:
     gate, up = normal(5, 12), normal(5, 12, seed=1)
-    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": torch.nn.GELU("tanh")}[activation]
+    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": torch.nn.GELU("tanh")}.get(activation, ACT2FN["relu2"])
     torch.testing.assert_close(reference.gated(torch.cat([gate, up], 1), activation), function(gate) * up)
     torch.testing.assert_close(reference.activated(gate, activation), function(gate))
 

@@ -232,6 +232,8 @@ NORM = {"SIZE": 4096, "BLOCK": 4096, "BRANCH": True, "BRANCH_NORM": True, "CENTR
 ROTARY = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "ROTATED": 128, "BLOCK_SIZE": 16, "BLOCK_D": 128} | {
     "NORM": True,
     "BY_GROUP": False,
+    "NEIGHBOURS": False,
+    "NORM_LAST": False,
     "FP8": False,
 }
 ACTIVATION = {"SIZE": 14336, "BLOCK": ops.ACTIVATION_BLOCK, "ACTIVATION": 2, "GATED": True}
@@ -244,7 +246,9 @@ LAYER_KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         {**ROTARY, "DIM": 80, "ROTATED": 32, "NORM": False, "BY_GROUP": True},
         {"slot_mapping": "*i64"},
     ),
+    "rotary, neighbours": (rotary_kernel, {**ROTARY, "NEIGHBOURS": True, "NORM_LAST": True}, {"slot_mapping": "*i64"}),
     "gate": (activation_kernel, ACTIVATION, {}),
+    "squared ReLU": (activation_kernel, {**ACTIVATION, "ACTIVATION": 3, "GATED": False}, {}),
     "exact GELU": (activation_kernel, {**ACTIVATION, "ACTIVATION": 1, "GATED": False}, {}),
 }
 
@@ -260,7 +264,7 @@ def test_layer_kernels_compile(name: str, arch: int, tmp_path: Path) -> None:
         assert resources(compile_ahead(kernel, arch, types, {**constants, "FP8": True}), tmp_path)["STACK"] == 0
 
 
-DENSE = {"CODING": 0, "PER_BYTE": 0, "GROUP": 1, "SHIFTED": False}
+DENSE = {"CODING": 0, "PER_BYTE": 0, "GROUP": 1, "SHIFTED": False, "ORDERED": False}
 #: Experts of Qwen3-30B-A3B: first product, second product; and those of gpt-oss-20b.
 EXPERTS: dict[str, dict[str, Any]] = {
     "up": {"EXPERTS": 128, "WIDTH": 1536, "SIZE": 2048, "CHOSEN": 8, "GATED": True, "column_stride": 1},
@@ -272,6 +276,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt-oss up, mxfp4": {
         **{"EXPERTS": 32, "WIDTH": 5760, "SIZE": 2880, "CHOSEN": 4, "GATED": True, "column_stride": 1},
         **{"INTERLEAVED": True, "LIMITED": True, "BIAS": True, "CODING": 1, "PER_BYTE": 2, "GROUP": 32},
+    },
+    "up, int4 in order": {
+        **{"EXPERTS": 8, "WIDTH": 28672, "SIZE": 4096, "CHOSEN": 2, "GATED": True, "column_stride": 1},
+        **{"CODING": 0, "PER_BYTE": 2, "GROUP": 128, "SHIFTED": True, "ORDERED": True},
     },
     "down, fp8": {
         **{"EXPERTS": 128, "WIDTH": 2048, "SIZE": 768, "CHOSEN": 8, "GATED": False, "column_stride": 1},
@@ -285,13 +293,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "bf16") for name in EXPERTS), ("gpt-oss up, mxfp4", "fp32")])
 def test_products_of_experts_compile(name: str, dtype: str, pairs: int, arch: int, tmp_path: Path) -> None:
     constants = {"INTERLEAVED": False, "LIMITED": False, "BIAS": False, "ACTIVATION": 0, **DENSE, **EXPERTS[name]}
-    tiling = expert_ops.choose_expert_tiling(pairs, constants["EXPERTS"], ITEM_SIZE[dtype])
+    tiling = expert_ops.choose_expert_tiling(pairs, constants["EXPERTS"], ITEM_SIZE[dtype], constants["ORDERED"])
     blocks = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     constants |= blocks | {"BLOCK_E": constants["EXPERTS"]}
     types = {
         **dict.fromkeys(("rows", "matrices", "biases", "output"), f"*{dtype}"),
         **dict.fromkeys(("scales", "offsets"), "*bf16"),
-        "table": "*fp32",
+        **{"table": "*fp32", "inputs": "*i64"},
         **dict.fromkeys(("order", "starts"), "*i32"),
         **dict.fromkeys(("expert_stride", "row_stride", "column_stride"), "i32"),
         **dict.fromkeys(("slope", "limit", "shift"), "fp32"),

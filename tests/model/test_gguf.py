@@ -136,7 +136,7 @@ def test_end_of_turn_joins_end_of_sequence(tmp_path: Path) -> None:
 
 REFUSED = {
     "unknown architecture": ({"general.architecture": "mamba"}, r"'mamba' is not supported; supported: llama, qwen2"),
-    "experts": ({"llama.expert_count": 8}, "mixture-of-experts"),
+    "experts": ({"llama.expert_count": 8}, "lacks llama.expert_used_count"),
     "no shape": ({"llama.block_count": None}, "lacks llama.block_count"),
     "unknown scaling": ({"llama.rope.scaling.type": "su"}, "rope scaling 'su' is not supported"),
     "unknown scaling setting": ({"llama.rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,10 @@ from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.memory.planner import gguf_weights, open_planner
-from llmsched.engine.model.gguf_file import GGUFTensor
+from llmsched.engine.model.gguf_file import GGUFTensor, parse_gguf, read_gguf
 from llmsched.engine.model.gguf_packed import PACKINGS, packed
 from llmsched.engine.model.loader import load_config, load_model
+from llmsched.engine.model.packed_experts import PackedExperts
 from llmsched.engine.model.packed_modules import PackedEmbedding, PackedLinear
 from llmsched.engine.model.source import locate
 from llmsched.kernels.dispatch import num_compiled
@@ -32,8 +34,9 @@ from llmsched.kernels.dispatch import num_compiled
 Q = GGMLQuantizationType
 #: Bytes at which the float16 scales of a block begin, by type.
 SCALES = {Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q5_0: (0,), Q.Q5_1: (0, 2), Q.Q8_0: (0,)}
-SCALES |= {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
+SCALES |= {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.IQ4_NL: (0,), Q.IQ4_XS: (0,), Q.MXFP4: ()}
 #: Cases of gguf_files with matrices of all roles.
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 PACKED_CASES = ("llama tied", "llama untied", "llama biases", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 
 
@@ -41,6 +44,8 @@ def mixed(name: str) -> GGMLQuantizationType | None:
     """Return a type for each matrix, as files in "Q4_K_M" mix them."""
     if "norm" in name:
         return None
+    if "ffn_up_exps" in name or "ffn_gate_exps" in name:
+        return Q.MXFP4
     return Q.Q8_0 if "attn_v" in name or "ffn_down" in name else Q.Q5_1 if "token_embd" in name else Q.Q4_0
 
 
@@ -52,11 +57,13 @@ def test_values_are_those_that_gguf_defines(kind: GGMLQuantizationType) -> None:
     data = rng.integers(0, 256, (shape[0] * shape[1] // block, block_bytes), dtype=np.uint8)
     for start in SCALES[kind]:  # any other bytes are valid
         data[:, start : start + 2] = rng.normal(size=(len(data), 1)).astype(np.float16).view(np.uint8)
+    if kind == Q.MXFP4:  # an exponent
+        data[:, 0] %= 200
     data = data.reshape(shape[0], -1)
     file: Any = SimpleNamespace(tensors={"matrix": GGUFTensor(shape, kind, data)})
     matrix = packed(file, "matrix")
     np.testing.assert_array_equal(matrix.unpacked().numpy(), gguf.dequantize(data, kind))
-    num_bytes = sum(part.nbytes for part in matrix if part is not None)
+    num_bytes = sum(part.nbytes for part in matrix[:3] if part is not None)
     assert num_bytes == PACKINGS[kind].bytes_per_weight * shape[0] * shape[1]
 
 
@@ -100,13 +107,44 @@ def assert_same(found: list[list[tuple[int, float]]], expected: list[list[tuple[
         np.testing.assert_allclose([value for _, value in one], [value for _, value in other], atol=1e-4)
 
 
-@pytest.mark.parametrize("case", PACKED_CASES)
+@pytest.mark.parametrize("case", [*PACKED_CASES, *MIXTURES])
 def test_tokens_and_logits_equal_those_of_the_dequantised_model(case: str, tmp_path: Path) -> None:
     path = tiny(tmp_path, case)
     count = 60 if case == "llama tied" else 10
     kept, dense = (generated(executor(load(path, packed=choice), "fused"), count) for choice in (True, False))
     assert len(dense[0]) >= count
     assert_same(kept, dense)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_the_plan_counts_experts_as_they_are_loaded(case: str, tmp_path: Path) -> None:
+    model = load(tiny(tmp_path, case), packed=True)
+    assert any(isinstance(module, PackedExperts) for module in model.modules())
+    tables = sum(buffer.nbytes for name, buffer in model.named_buffers() if "rotary" in name)
+    tables += sum(each.table.nbytes for each in model.modules() if getattr(each, "table", None) is not None)
+    assert gguf_weights(tmp_path / "tiny.gguf", 4).count == tensor_bytes(model) - tables
+
+
+def test_experts_of_which_only_some_matrices_are_quantised_are_dequantised(tmp_path: Path) -> None:
+    path = tiny(tmp_path, "qwen3_moe", lambda name: Q.F16 if "ffn_down_exps" in name else mixed(name))
+    model = load(path, packed=True)
+    assert not any(isinstance(module, PackedExperts) for module in model.modules())
+    tables = sum(buffer.nbytes for name, buffer in model.named_buffers() if "rotary" in name)
+    assert gguf_weights(path, 4).count == tensor_bytes(model) - tables
+    assert_same(generated(executor(model), 20), generated(executor(load(path, packed=False)), 20))
+
+
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "IQ3_S", "TQ1_0"])
+def test_types_of_few_bits_are_refused_by_name(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny(tmp_path)
+    metadata, tensors = parse_gguf(path)
+    name = "blk.0.ffn_down.weight"
+    tensors[name] = replace(tensors[name], tensor_type=Q[kind])
+    monkeypatch.setattr("llmsched.engine.model.gguf_file.parse_gguf", lambda _: (metadata, tensors))
+    with pytest.raises(
+        ModelError, match=rf"{name} is quantised as {kind}, which is not supported; use a file of .*Q4_K_M"
+    ):
+        read_gguf(path)
 
 
 @pytest.mark.parametrize("impl", ["fused", "transformers"])

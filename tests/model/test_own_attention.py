@@ -37,8 +37,8 @@ def test_slopes_of_mpt_and_falcon_are_the_same(heads: int) -> None:
 def test_they_run_only_in_the_fused_decoder() -> None:
     with pytest.raises(ConfigError, match=r"model_impl: MptForCausalLM does not use .* use auto or fused"):
         paged_model(build_model("mpt"), "transformers")
-    model = build_model("stablelm", qk_layernorm=True)
-    with pytest.raises(ModelError, match=r"StableLmForCausalLM cannot be served: attention .* q_layernorm"):
+    model = build_model("stablelm", hidden_act="relu")
+    with pytest.raises(ModelError, match=r"StableLmForCausalLM cannot be served: activation .* is unknown"):
         paged_model(model, "auto")
 
 

@@ -25,6 +25,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("gemma", "gemma", {}),
     "gemma2": ("gemma2", "gemma2", {"query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma3": ("gemma3", "gemma3", {"query_pre_attn_scalar": 32}),
+    "mixtral": ("mixtral", "llama", {}),
+    "qwen2_moe": ("qwen2_moe", "qwen2moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 64}),
+    "qwen3_moe": ("qwen3_moe", "qwen3moe", {"norm_topk_prob": True}),
+    "olmoe": ("olmoe", "olmoe", {}),
+    "gpt_oss": (
+        "gpt_oss",
+        "gpt-oss",
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False},
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 128},
+            }
+        },
+    ),
     "phi3": ("phi3", "phi3", {}),
     "phi3 window": ("phi3", "phi3", {"sliding_window": 8}),
     "phi3 partial rope": (
@@ -48,6 +62,16 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "self_attn.sinks": "attn_sinks",
 }
 _GEMMA_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -81,9 +105,12 @@ def write_gguf(
     tied = model.config.tie_word_embeddings
     for name, parameter in model.state_dict().items():
         if not (tied and name.startswith("lm_head")):
-            renamed, values_written = _gguf_name(name, arch), _changed(name, parameter.numpy(), model.config, arch)
-            kind = quantisation(renamed) if callable(quantisation) else quantisation
-            _write_tensor(writer, renamed, values_written, kind)
+            for part, values_written in _parts(name, _changed(name, parameter.numpy(), model.config, arch), arch):
+                renamed = _gguf_name(part, arch)
+                kind = quantisation(renamed) if callable(quantisation) else quantisation
+                _write_tensor(
+                    writer, renamed, values_written, None if re.search("ffn_gate_inp|bias", renamed) else kind
+                )
     for name, table in (tensors or {}).items():
         _write_tensor(writer, name, table, None)
     writer.write_header_to_file()
@@ -110,10 +137,20 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
     }
     if head_dim != config.hidden_size // config.num_attention_heads:
         values |= {f"{arch}.attention.key_length": head_dim, f"{arch}.attention.value_length": head_dim}
+    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        values |= {f"{arch}.expert_count": experts, f"{arch}.expert_used_count": config.num_experts_per_tok}
+    for key, setting in (
+        ("expert_feed_forward_length", "moe_intermediate_size"),
+        ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ):
+        values[f"{arch}.{key}"] = getattr(config, setting, None)
+    if rope["rope_type"] == "yarn":
+        values |= {f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": float(rope["factor"])}
+        values[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None):
             values[f"{arch}.{key}"] = float(getattr(config, key))
-    if arch in ("gemma2", "gemma3", "phi3") and config.sliding_window:
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss") and config.sliding_window:
         values[f"{arch}.attention.sliding_window"] = config.sliding_window
     return values
 
@@ -162,6 +199,24 @@ def _write_tensor(
         writer.add_tensor(name, gguf.quantize(values, quantisation), raw_dtype=quantisation)
 
 
+def _parts(name: str, values: npt.NDArray[np.float32], arch: str) -> list[tuple[str, npt.NDArray[np.float32]]]:
+    """Return the tensors that the converter makes of one of the model's, with names that all have a suffix."""
+    if name.endswith("sinks"):
+        return [(f"{name}.weight", values)]
+    if "mlp.experts." not in name:
+        return [(name, values)]
+    stem, bias = name.removesuffix("_bias"), name.endswith("_bias")
+    name = f"{stem}.{'bias' if bias else 'weight'}"
+    if arch == "gpt-oss" and not bias:
+        values = values.swapaxes(1, 2)
+    if "gate_up_proj" not in name:
+        return [(name, values)]
+    half = values.shape[1] // 2
+    halves = (values[:, ::2], values[:, 1::2]) if arch == "gpt-oss" else (values[:, :half], values[:, half:])
+    parts = zip(("gate_proj", "up_proj"), halves, strict=True)
+    return [(name.replace("gate_up_proj", part), np.ascontiguousarray(half)) for part, half in parts]
+
+
 def _gguf_name(name: str, arch: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _TOP_NAMES:
@@ -169,6 +224,8 @@ def _gguf_name(name: str, arch: str) -> str:
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     assert match is not None, name
     names = _LAYER_NAMES | (_GEMMA_NAMES if arch in ("gemma2", "gemma3") else {})
+    if arch == "gpt-oss":
+        names = names | {"post_attention_layernorm": "post_attention_norm"}
     return f"blk.{match[1]}.{names[match[2]]}.{kind}"
 
 

@@ -7,6 +7,8 @@ checkpoints come from the library of that name.
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -323,11 +325,15 @@ def save_quantised(
 
 
 def save_experts(path: Path, case: str) -> Checkpoint:
-    """Write a small model of experts: "olmoe awq" has all matrices in the format awq, "gpt_oss mxfp4" only experts."""
+    """Write a small model of experts: "olmoe awq" has all matrices in the format awq, "gpt_oss mxfp4" only experts.
+
+    In the format "gptq order", gate and up of an expert have their columns in the same order, unless the case ends in
+    "apart".
+    """
     from transformers import AutoModelForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    arch, _, name = case.partition(" ")
+    arch, _, name = case.removesuffix(" apart").partition(" ")
     settings, write = FORMATS.get(name, FORMATS["awq"])
     model = build_model(arch)
     model.save_pretrained(path)
@@ -342,6 +348,8 @@ def save_experts(path: Path, case: str) -> Checkpoint:
             dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
         elif arch != "gpt_oss" and name.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+            shared = name if case.endswith("apart") else re.sub(r"(up|gate)_proj|w[13]", "", name)
+            torch.manual_seed(zlib.crc32(shared.encode()))
             parts, dense[name] = write(weight)
             tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     save_file({**plain, **dense}, path / "model.safetensors", {"format": "pt"})

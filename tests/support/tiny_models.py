@@ -163,10 +163,105 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_LATENTS = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "q_lora_rank": None}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "head_dim": 16}
+_GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+#: Further architectures, which only the tests of the table of families run.
+RARE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": (
+        "granite",
+        {
+            **{"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+            **{"logits_scaling": 0.5},
+        },
+    ),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": WINDOW, "num_hidden_layers": 4}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "cohere": ("cohere", {"logit_scale": 0.5}),
+    "cohere with norms": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {"sliding_window": WINDOW, "num_hidden_layers": 4, "logit_scale": 2.0}),
+    "nemotron": ("nemotron", {"head_dim": 32}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 32}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+            **{"moe_layer_start_index": 1},
+        },
+    ),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32}),
+    "exaone4": ("exaone4", {"sliding_window": WINDOW, "num_hidden_layers": 4}),
+    "seed_oss": ("seed_oss", {"head_dim": 32}),
+    "arcee": ("arcee", {}),
+    "helium": ("helium", {"head_dim": 16}),
+    "opt": ("opt", {"num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt_bigcode": (
+        "gpt_bigcode",
+        {
+            **dict.fromkeys(("num_key_value_heads", "intermediate_size", "hidden_size", "num_hidden_layers")),
+            **dict.fromkeys(("num_attention_heads", "max_position_embeddings")),
+            **{"n_positions": MAX_POSITION, "n_embd": 64, "n_layer": 3, "n_head": 4},
+        },
+    ),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
+    "stablelm with norms": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "deepseek_v2": ("deepseek_v2", {**_LATENTS, **_ROUTED, "n_shared_experts": 1, "num_key_value_heads": 4}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**_LATENTS, **_ROUTED, "n_shared_experts": 1, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **{**_PER_LAYER, "sliding_window": WINDOW, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+            **{"layer_types": _GEMMA_LAYERS, "intermediate_size": [96] * 4, "laurel_rank": 8},
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **{**_PER_LAYER, "sliding_window": WINDOW, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+            **{"layer_types": _GEMMA_LAYERS, "global_head_dim": 32},
+        },
+    ),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {
+            **{"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": _GEMMA_LAYERS, "head_dim": 16},
+            **{"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            "moe_intermediate_size": 32,
+        },
+    ),
+}
+
+#: Classes of models that are refused, by model type.
+REFUSED_ARCHITECTURES = {
+    "bamba": "BambaForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "falcon_mamba": "FalconMambaForCausalLM",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "recurrent_gemma": "RecurrentGemmaForCausalLM",
+    "rwkv": "RwkvForCausalLM",
+}
+
 
 def build_config(arch: str, **overrides: Any) -> Any:
     """Return the config of a small model of `arch`. `overrides` replace values; None removes the key."""
-    model_type, changes = ARCHITECTURES[arch]
+    model_type, changes = (ARCHITECTURES | RARE_ARCHITECTURES)[arch]
     merged = {**_COMMON, **changes, **overrides}
     keep = {"sliding_window", "eos_token_id", "bos_token_id", "pad_token_id"}
     values = {key: value for key, value in merged.items() if value is not None or key in keep}
