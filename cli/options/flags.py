@@ -56,7 +56,7 @@ def quantization_option(rounding: str, of_checkpoint: str) -> Any:
     return typer.Option(
         metavar="|".join(QUANTIZATIONS),
         show_default=False,
-        help=f"{rounding}: {', '.join(ONLINE_FORMATS)} (experts are not rounded). {of_checkpoint} a checkpoint of "
+        help=f"{rounding}: {', '.join(ONLINE_FORMATS)}. {of_checkpoint} a checkpoint of "
         "MODEL in this format, which need not exist. fp8_block has one scale per block of 128 x 128 weights.",
     )
 

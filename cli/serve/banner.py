@@ -65,7 +65,8 @@ def start_rows(
     served = "" if model_name == model.name else f", served as {model_name}"
     computed = f"{config.dtype} on {config.device}, {config.model_impl} layers (model_impl)"
     if engine.plan is not None and engine.plan.packed_types:
-        computed += f", quantised weights ({', '.join(engine.plan.packed_types)})"
+        wide = f"; not quantised: {', '.join(engine.plan.wide_parts)}" if engine.plan.wide_parts else ""
+        computed += f", quantised weights ({', '.join(engine.plan.packed_types)}{wide})"
     rows = [("model", f"{model.name} ({model.architecture}){served}, {computed}")]
     if profile is not None:
         rows.append(("profile", profile))

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, read_json_object, transformers_config
-from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS, format_of, stored_size
+from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS, format_of
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantised_layouts import joined_experts, read_matrices
 from llmsched.engine.architecture.quantised_matrix import QuantisedMatrix, Stored
@@ -47,6 +47,15 @@ _MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layer
 _WEIGHS = re.compile(
     r"expert|moe|ffn|mlp|inner|proj|embed|rank|hidden|intermediate|vocab|bias|engram|adapter|lora|dim$|quant"
 )
+#: Parts of a model by the names of their matrices. Embeddings and lm_head may be one matrix.
+_PARTS = (
+    ("experts", re.compile(r"\.experts\b|_exps|block_sparse_moe\.(in|out)put_linear")),
+    ("lm_head", re.compile(r"lm_head|embed_out|^output\.")),
+    ("embeddings", _EMBEDDING),
+    ("encoders", _ENCODER),
+    ("other matrices", re.compile("")),
+)
+_BLOCK = 32  # see online_quantization
 _BUILT = "weights are those of a model that transformers builds, with its defaults for settings that the config omits"
 _DENSE_EXPERTS = "experts are dequantised on loading"
 _NO_ENCODERS = "weights of vision and audio encoders are not counted"
@@ -65,6 +74,7 @@ class Weights:
     notes: tuple[str, ...] = ()
     doubt: str | None = None  # why the estimate may be far from the truth; None if it is close
     packed_types: tuple[str, ...] = ()  # types of the matrices that stay quantised
+    wide_parts: tuple[str, ...] = ()  # parts with matrices that are not quantised, such as "experts"
 
 
 def model_weights(
@@ -99,8 +109,12 @@ def model_weights(
         doubts.append(f"the config does not state {', '.join(missing)}")
     doubt = "; ".join((*doubts, _REMEDY)) if doubts else None
     if rounding is not None:
-        count = round(_rounded_bytes(modules, rounding, dtype_bytes, fields.get("hidden_size") or 0))
-        return Weights(count, "config", exact=False, notes=notes, doubt=doubt, packed_types=(rounding,))
+        count = round(_rounded_bytes(modules, rounding, dtype_bytes, fields))
+        shape, kind = (_BLOCK, _BLOCK), fields.model_type
+        routed = (f"{name}.weight" for name, counted in modules.items() if counted.experts)
+        wide = wide_parts(name for name in routed if format_of(name, shape, rounding, kind) is None)
+        notes += wide_note(wide, dtype_bytes)
+        return Weights(count, "config", False, notes, doubt, packed_types=(rounding,), wide_parts=wide)
     sizes = stored_bytes(modules, quantization, dtype_bytes, packed=packed)
     if quantization is not None:
         total = add_up(modules.values())
@@ -111,8 +125,18 @@ def model_weights(
         if dequantised and any(quantization.bits(name, expert=True) for name in modules):
             notes += (_DENSE_EXPERTS,)
         notes += (f"the checkpoint is quantised ({quantization.method}); without its files weights {counted}",)
-    kinds = (quantization.method,) if packed and quantization is not None else ()
-    return Weights(sizes.total, "config", exact=not notes, notes=notes, doubt=doubt, packed_types=kinds)
+    if quantization is None or not packed:
+        return Weights(sizes.total, "config", exact=not notes, notes=notes, doubt=doubt)
+    wide = wide_parts(f"{name}.weight" for name, counted in modules.items() if _is_wide(name, counted, quantization))
+    notes += wide_note(wide, dtype_bytes)
+    return Weights(sizes.total, "config", False, notes, doubt, packed_types=(quantization.method,), wide_parts=wide)
+
+
+def _is_wide(name: str, counted: Parameters, quantization: Quantization) -> bool:
+    """Return True if a module has matrices that `llmsched serve` does not hold quantised."""
+    if counted.experts and not (quantization.keeps_experts and quantization.bits(name, expert=True)):
+        return True
+    return bool(counted.embeddings) or (counted.linear > 0 and quantization.bits(name) is None)
 
 
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
@@ -157,15 +181,35 @@ def stored_bytes(
     return Parameters(*map(round, sizes))
 
 
-def _rounded_bytes(modules: Mapping[str, Parameters], rounding: str, dtype_bytes: int, hidden_size: int) -> float:
-    """Estimate the bytes of matrices that are rounded, as if all their rows had `hidden_size` numbers."""
-    total, width = 0.0, max(32, hidden_size // 32 * 32)
+def _rounded_bytes(modules: Mapping[str, Parameters], rounding: str, dtype_bytes: int, fields: Fields) -> float:
+    """Estimate the bytes of matrices that are rounded, as if rows outside of experts had hidden_size numbers."""
+    hidden, inner = fields.get("hidden_size") or 0, fields.get("moe_intermediate_size", default=fields.mlp_size)
+
+    def saved(name: str, count: int, width: int, chosen: str) -> float:
+        shape = (_BLOCK, max(_BLOCK, width // _BLOCK * _BLOCK))
+        if not count or format_of(f"{name}.weight", shape, rounding, fields.model_type) is None:
+            return 0.0
+        return count * (dtype_bytes - ONLINE_FORMATS[chosen].num_bytes(shape) / math.prod(shape))
+
+    total = 0.0
     for name, counted in modules.items():
-        embeddings = counted.embeddings if format_of(f"{name}.weight", (1, width), rounding) else 0
-        for count, chosen in ((counted.linear, rounding), (embeddings, "int8")):
-            total += count * (ONLINE_FORMATS[chosen].num_bytes((1, width)) / width - dtype_bytes)
-        total += sum(counted) * dtype_bytes
+        of_expert = inner if isinstance(inner, int) and name.endswith("down_proj") else hidden
+        total += sum(counted) * dtype_bytes - saved(name, counted.linear, hidden, rounding)
+        total -= saved(name, counted.embeddings, hidden, "int8") + saved(name, counted.experts, of_expert, rounding)
     return total
+
+
+def wide_parts(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the parts of a model to which the matrices `names` belong, without routers and convolutions."""
+    found = (
+        next((part for part, sign in _PARTS if sign.search(name)), "") for name in names if not _SMALL.search(name)
+    )
+    return tuple(dict.fromkeys(sorted(found, key=[part for part, _ in _PARTS].index)))
+
+
+def wide_note(parts: Sequence[str], dtype_bytes: int) -> tuple[str, ...]:
+    """Return the sentence which says that matrices of these parts are not quantised; no sentence without parts."""
+    return (f"not quantised: {', '.join(parts)} ({8 * dtype_bytes} bits)",) if parts else ()
 
 
 def _settings(fields: Fields) -> Mapping[str, Any]:
@@ -184,11 +228,17 @@ def _from_headers(
     kept = [matrix for matrix in matrices if matrix.is_kept]
     by_name = {each.weight: each for each in matrices}
     kept += chain.from_iterable(joined_experts(by_name, stored, fields.model_type).values())
+    wide = [matrix.weight for matrix in matrices if matrix.weight not in {each.weight for each in kept}]
     sizes = {matrix.weight: math.prod(matrix.shape) * dtype_bytes for matrix in matrices}
     sizes |= {matrix.weight: matrix.packed_bytes for matrix in kept}
     for name, tensor in stored.items():
         is_float = tensor.dtype in _FLOATS
-        sizes[name] = stored_size(name, tensor.shape, rounding, dtype_bytes) if is_float else tensor.size
+        chosen = format_of(name, tensor.shape, rounding, fields.model_type) if rounding and is_float else None
+        sizes[name] = tensor.size if not is_float else math.prod(tensor.shape) * dtype_bytes
+        if chosen is not None:
+            sizes[name] = chosen.num_bytes(tensor.shape)
+        elif len(tensor.shape) > 1:
+            wide.append(name)
     tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
     count = left_out = 0
     for name, size in sizes.items():
@@ -206,7 +256,9 @@ def _from_headers(
     if left_out:
         notes.append(f"{human_bytes(left_out)} of the files are for multi-token prediction (MTP) and are not loaded")
     packed_types = codes if rounding is None else (rounding,)
-    return Weights(count, "safetensors", exact=True, notes=tuple(notes), packed_types=packed_types)
+    parts = wide_parts(name for name in wide if not (tied and name == "lm_head.weight")) if packed_types else ()
+    notes += wide_note(parts, dtype_bytes)
+    return Weights(count, "safetensors", True, tuple(notes), packed_types=packed_types, wide_parts=parts)
 
 
 def _header(file: Path) -> dict[str, Stored]:

@@ -68,6 +68,7 @@ class MemoryPlan:
     problem: ConfigError | None = None  # why the model does not fit
     measured: MeasuredMemory | None = None
     packed_types: tuple[str, ...] = ()
+    wide_parts: tuple[str, ...] = ()  # see Weights
 
     @property
     def fits(self) -> bool:

@@ -164,6 +164,7 @@ def _plan_for_context(
         confidence="exact" if geometry.confidence == "exact" and shape.exact else "estimate",
         notes=tuple(dict.fromkeys((*geometry.notes, *shape.weights.notes, *shape.notes))),
         packed_types=shape.weights.packed_types,
+        wide_parts=shape.weights.wide_parts,
     )
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4, Q4_K
 
-from llmsched.engine.architecture.weights import Weights
+from llmsched.engine.architecture.weights import Weights, wide_note, wide_parts
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.gguf_file import ROPE_TABLES, GGUFFile
 from llmsched.kernels.packed_matrix import PackedMatrix
@@ -45,16 +45,20 @@ def packing_of(file: GGUFFile, name: str) -> Packing | None:
 
 def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
     """Return the size of the weights if matrices stay packed and other tensors take `dtype_bytes` bytes per number."""
-    total, types = 0.0, set()
+    total, types, wide = 0.0, set(), list[str]()
     for name, tensor in file.tensors.items():
         if name in ROPE_TABLES:
             continue
         if packing := packing_of(file, name):
             types.add(tensor.tensor_type.name)
+        elif len(tensor.shape) > 1 and "_inp" not in name and name.endswith(".weight"):
+            wide.append(name)
         total += math.prod(tensor.shape) * (packing.bytes_per_weight if packing else dtype_bytes)
     packed_types = tuple(sorted(types))
     notes = (f"matrices in {', '.join(packed_types)} stay quantised",) if packed_types else ()
-    return Weights(round(total), "gguf", exact=True, notes=notes, packed_types=packed_types)
+    parts = wide_parts(wide) if packed_types else ()
+    notes += wide_note(parts, dtype_bytes)
+    return Weights(round(total), "gguf", exact=True, notes=notes, packed_types=packed_types, wide_parts=parts)
 
 
 def packed(file: GGUFFile, name: str) -> PackedMatrix:

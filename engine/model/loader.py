@@ -163,7 +163,7 @@ def load_model(
     if quantization is not None:
         from llmsched.engine.model.online_quantization import quantised_state_dict
 
-        weights = quantised_state_dict(weights, quantization, matrices, dtype)
+        weights = quantised_state_dict(weights, quantization, matrices, dtype, config.model_type)
     state = with_progress(weights, f"loading {source.name}", progress)
     name = architecture_of(config)
     if name == "FalconForCausalLM":  # its eager attention adds ALiBi biases twice

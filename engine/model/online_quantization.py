@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from llmsched.engine.architecture.online_quantization import OnlineFormat, format_of
+from llmsched.engine.architecture.quantised_layouts import expert_matrix
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.checkpoint import LazyTensor, StateDict, placeholder
+from llmsched.engine.model.quantised_weights import stacked_experts
 from llmsched.kernels.packed_matrix import PackedMatrix, packed_pairs
 
 #: Numbers of a matrix that are rounded at a time.
@@ -16,28 +20,56 @@ _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 def quantised_state_dict(
-    state: StateDict, quantization: str, packed_matrices: dict[str, PackedMatrix], dtype: torch.dtype
+    state: StateDict,
+    quantization: str,
+    packed_matrices: dict[str, PackedMatrix],
+    dtype: torch.dtype,
+    model_type: str | None = None,
 ) -> StateDict:
     """Return a mapping whose reads round the matrices of `state` and add the results to `packed_matrices`.
 
     The read of a rounded matrix returns a placeholder of the type `dtype`, which has the right shape but takes no
-    memory. Raises ModelError, when a matrix is read, if it has numbers that are not finite.
+    memory. Matrices of single experts are joined. Raises ModelError, when a matrix is read, if it has numbers that are
+    not finite.
     """
 
-    def lazy(name: str, tensor: LazyTensor) -> LazyTensor:
+    def rounded(name: str) -> PackedMatrix | Tensor:
+        values = state[name].read()
+        if (chosen := format_of(name, values.shape, quantization, model_type)) is None:
+            return values
+        matrix = quantised(values.flatten(0, -2), chosen)
+        if not all(part.isfinite().all() for part in (matrix.scales, matrix.offsets) if part is not None):
+            raise ModelError(f"{name} has numbers that are not finite, and cannot be rounded to {chosen.name}")
+        return matrix
+
+    def single(name: str) -> LazyTensor:
         def read() -> Tensor:
-            values = tensor.read()
-            chosen = format_of(name, values.shape, quantization)
-            if chosen is None:
-                return values
-            packed_matrices[name] = matrix = quantised(values, chosen)
-            if not all(part.isfinite().all() for part in (matrix.scales, matrix.offsets) if part is not None):
-                raise ModelError(f"{name} has numbers that are not finite, and cannot be rounded to {chosen.name}")
-            return placeholder(values.shape, dtype)
+            found = rounded(name)
+            if isinstance(found, Tensor):
+                return found
+            packed_matrices[name] = found
+            return placeholder(state[name].shape or found.shape, dtype)
 
         return LazyTensor(read)
 
-    return {name: lazy(name, tensor) for name, tensor in state.items()}
+    def joined(target: str, members: Sequence[str], count: int) -> LazyTensor:
+        def read() -> Tensor:
+            matrices = [matrix for name in members if isinstance(matrix := rounded(name), PackedMatrix)]
+            packed_matrices[target] = matrix = stacked_experts(matrices, count)
+            return placeholder((count, matrix.shape[0] // count, matrix.shape[1]), dtype)
+
+        return LazyTensor(read)
+
+    experts: dict[str, list[tuple[int, str, str]]] = {}
+    for name, tensor in state.items():
+        place = expert_matrix(name, model_type)
+        if place is not None and format_of(name, tensor.shape, quantization, model_type):
+            experts.setdefault(place.target, []).append((place.number, place.role, name))
+    in_joined = {name for members in experts.values() for *_, name in members}
+    result = {name: single(name) for name in state if name not in in_joined}
+    for target, members in experts.items():
+        result[target] = joined(target, [name for *_, name in sorted(members)], len({number for number, *_ in members}))
+    return result
 
 
 def quantised(values: Tensor, chosen: OnlineFormat) -> PackedMatrix:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from llmsched.engine.model.packed_experts import PackedExperts
 from llmsched.engine.model.packed_modules import PackedModule
 from llmsched.engine.parity.cases import TEXTS
 from llmsched.engine.parity.logit_comparison import Reference, kl_divergence
@@ -44,10 +44,14 @@ def measure_loss(quantised: PreTrainedModel, unquantised: PreTrainedModel, token
 
 def dequantise(quantised: PreTrainedModel, target: PreTrainedModel) -> None:
     """Copy the numbers of all packed matrices of `quantised` to the weights of `target`."""
+    weights = dict(target.named_parameters(remove_duplicate=False))
     for name, module in quantised.named_modules():
-        if isinstance(module, PackedModule):
-            weight: Any = target.get_submodule(name).weight
-            weight.data.copy_(module.matrix.unpacked())
+        if isinstance(module, PackedExperts):
+            for matrix, part in ((module.up.matrix, "gate_up_proj"), (module.down.matrix, "down_proj")):
+                weight = weights[f"{name}.{part}"]
+                weight.data.copy_(matrix.unpacked().view_as(weight))
+        elif isinstance(module, PackedModule) and f"{name}.weight" in weights:
+            weights[f"{name}.weight"].data.copy_(module.matrix.unpacked())
 
 
 def compare_logits(expected: ListLike[torch.Tensor], found: ListLike[torch.Tensor]) -> QuantizationLoss:

@@ -39,7 +39,11 @@ def choose_expert_tiling(num_pairs: int, num_experts: int, item_size: int, order
     few = num_pairs <= FEW_PAIRS * num_experts
     if item_size == 4:  # full float32 products run on CUDA cores, not tensor cores, and read registers
         return ExpertTiling(16 if few else 32, 64, 32, num_warps=4, num_stages=1)
-    return ExpertTiling(16, 64, 64, num_warps=4, num_stages=4) if few else ExpertTiling(64, 128, 64, 8 if ordered else 4, 3)
+    return (
+        ExpertTiling(16, 64, 64, num_warps=4, num_stages=4)
+        if few
+        else ExpertTiling(64, 128, 64, 8 if ordered else 4, 3)
+    )
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

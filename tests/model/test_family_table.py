@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from family_table import FILE, SERVED, difference, table
+from family_table import FILE, SERVED, difference, executor, table
 from tiny_models import RARE_ARCHITECTURES, build_model
 
+from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.model.support import refusal
 
 
@@ -16,9 +17,11 @@ def test_logits_of_rare_architectures(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", SERVED)
-def test_the_config_of_a_served_model_is_accepted(arch: str) -> None:
-    model = build_model(arch)
+def test_the_config_alone_tells_that_a_model_is_served_and_its_kv(arch: str) -> None:
+    model, made = build_model(arch), executor(arch)
     assert refusal({**model.config.to_dict(), "architectures": [type(model).__name__]}) is None
+    planned = kv_geometry(model.config).cached_bytes_per_token(4)
+    assert made.kv_cache_bytes == made.num_blocks * made.layout.block_size * planned
 
 
 def test_the_table_says_how_each_family_is_served() -> None:

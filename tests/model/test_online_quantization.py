@@ -24,6 +24,7 @@ from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model import online_quantization
 from llmsched.engine.model.loader import load_config, load_model, open_model
 from llmsched.engine.model.online_quantization import quantised
+from llmsched.engine.model.packed_experts import PackedExperts
 from llmsched.engine.model.packed_modules import PackedEmbedding, PackedLinear, PackedModule
 from llmsched.engine.model.source import locate
 from llmsched.engine.parity import quantization_loss
@@ -83,6 +84,7 @@ def load(path: Path, quantization: str | None, dtype: torch.dtype = torch.float3
 
 CASES = [("llama", "fp8"), ("llama", "int8"), ("llama", "int4"), ("qwen3", "int4"), ("gemma2", "int8")]
 CASES += [("phi3", "int4"), ("gpt_neox", "int8"), ("bloom", "int4"), ("falcon_new", "int4"), ("qwen3_moe", "int8")]
+CASES += [("mixtral", "int4"), ("qwen2_moe", "fp8")]
 
 
 @pytest.mark.parametrize(("arch", "quantization"), CASES)
@@ -92,6 +94,7 @@ def test_the_engine_computes_the_rounded_model(arch: str, quantization: Any, tin
     loaded = load_for_parity(config)
     kinds = {type(module) for module in loaded.model.modules()}
     assert kinds >= {PackedLinear, PackedEmbedding}
+    assert (PackedExperts in kinds) == (arch in ("qwen3_moe", "mixtral", "qwen2_moe"))
     report = check_parity(loaded, num_prompts=2, num_tokens=6)
     assert report.ok
     assert all(check.tokens_equal for check in report.checks)
@@ -100,7 +103,9 @@ def test_the_engine_computes_the_rounded_model(arch: str, quantization: Any, tin
     assert 0 < loaded.loss.mean_kl < (0.5 if quantization == "int4" else 0.05)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma", "gpt_neox", "bloom", "falcon_new", "qwen3_moe", "mpt"])
+@pytest.mark.parametrize(
+    "arch", ["llama", "gemma", "gpt_neox", "bloom", "falcon_new", "qwen3_moe", "mixtral", "granitemoe", "mpt"]
+)
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_the_plan_has_the_bytes_that_are_loaded(arch: str, quantization: Any, tiny_model: Any) -> None:
     path = tiny_model(arch)
@@ -111,7 +116,10 @@ def test_the_plan_has_the_bytes_that_are_loaded(arch: str, quantization: Any, ti
     weights = planner.shape(config, DeviceMemory("cpu", "CPU", 8 << 30)).weights
     assert weights.count == tensor_bytes(model) - tables
     assert weights.packed_types == (quantization,)
+    assert weights.wide_parts == (("experts",) if arch == "granitemoe" else ())
+    assert ("not quantised: experts (32 bits)" in weights.notes) == (arch == "granitemoe")
     estimated = open_planner(str(path / "config.json")).shape(config, DeviceMemory("cpu", "CPU", 8 << 30)).weights
+    assert estimated.wide_parts == weights.wide_parts
     assert estimated.count == pytest.approx(weights.count, rel=0.02)
 
 
@@ -121,7 +129,11 @@ def test_which_tensors_are_rounded(tiny_model: Any) -> None:
     assert bits.pop("lm_head") == bits.pop("model.embed_tokens") == 8
     assert set(bits.values()) == {4}
     assert len(bits) == 3 * 7
-    assert format_of("model.layers.0.mlp.experts.3.up_proj.weight", (64, 64), "int4") is None
+    expert = "model.layers.0.mlp.experts.3.up_proj.weight"
+    assert format_of(expert, (64, 64), "int4", "qwen3_moe") == ONLINE_FORMATS["int4"]
+    assert format_of(expert, (48, 64), "int4", "qwen3_moe") is None, "down_proj has rows of 48"
+    assert format_of(expert, (64, 64), "int4", "llama") is None
+    assert format_of("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 64), "fp8", "mixtral") == ONLINE_FORMATS["fp8"]
     assert format_of("model.layers.0.mlp.gate.weight", (4, 64), "int4") is None
     assert format_of("transformer.wpe.weight", (512, 64), "int8") is None
     assert format_of("model.layers.0.mlp.up_proj.weight", (64, 48), "int8") is None
