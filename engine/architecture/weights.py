@@ -256,9 +256,9 @@ def _from_headers(
     if left_out:
         notes.append(f"{human_bytes(left_out)} of the files are for multi-token prediction (MTP) and are not loaded")
     packed_types = codes if rounding is None else (rounding,)
-    parts = wide_parts(name for name in wide if not (tied and name == "lm_head.weight")) if packed_types else ()
-    notes += wide_note(parts, dtype_bytes)
-    return Weights(count, "safetensors", True, tuple(notes), packed_types=packed_types, wide_parts=parts)
+    of_wide = wide_parts(name for name in wide if not (tied and name == "lm_head.weight")) if packed_types else ()
+    notes += wide_note(of_wide, dtype_bytes)
+    return Weights(count, "safetensors", True, tuple(notes), packed_types=packed_types, wide_parts=of_wide)
 
 
 def _header(file: Path) -> dict[str, Stored]:

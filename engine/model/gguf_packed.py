@@ -55,9 +55,10 @@ def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
             wide.append(name)
         total += math.prod(tensor.shape) * (packing.bytes_per_weight if packing else dtype_bytes)
     packed_types = tuple(sorted(types))
-    notes = (f"matrices in {', '.join(packed_types)} stay quantised",) if packed_types else ()
-    parts = wide_parts(wide) if packed_types else ()
-    notes += wide_note(parts, dtype_bytes)
+    if not packed_types:
+        return Weights(round(total), "gguf", exact=True)
+    parts = wide_parts(wide)
+    notes = (f"matrices in {', '.join(packed_types)} stay quantised", *wide_note(parts, dtype_bytes))
     return Weights(round(total), "gguf", exact=True, notes=notes, packed_types=packed_types, wide_parts=parts)
 
 
