@@ -17,6 +17,7 @@ from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.request import FinishReason
+from llmsched.engine.scheduler.ledger import WAITS
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 
@@ -161,6 +162,14 @@ class EngineMetrics:
             name: self._metric(Counter, f"api_key_{name}", help_text, "key_name")
             for name, help_text in _KEY_COUNTERS.items()
         }
+        waits = self._metric(
+            Counter,
+            "request_wait_seconds",
+            "Seconds from arrival to first scheduled, summed over requests, by what the first waiting request lacked: "
+            "a slot (max_num_seqs), memory, token budget of a step, or a prefix that another request computed.",
+            "reason",
+        )
+        self._waits = {reason: self._child(waits, reason) for reason in WAITS}
         info = self._metric(Gauge, "cache_config_info", "Size of the KV cache.", "block_size", "num_gpu_blocks")
         self._child(info, str(block_size), str(num_blocks)).set(1)
         former = {f"{prefix}:{old}": self._families[present] for old, present in _FORMER_NAMES.items()}
@@ -190,6 +199,9 @@ class EngineMetrics:
         """Count `count` requests whose prompt was not fully cached for the reason `kind`. Ignore MissKind.HIT."""
         if kind is not MissKind.HIT:
             self._misses[kind].inc(count)
+
+    def waited(self, reason: str, seconds: float) -> None:
+        self._waits[reason].inc(seconds)
 
     def add_memory(self, parts: MemoryParts, usage: KVUsage) -> None:
         """Add the gauges of memory in bytes. Call this once, after the engine has reserved its memory."""

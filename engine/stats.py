@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from llmsched.engine.kv.misses import MissKind
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
-from llmsched.engine.scheduler.ledger import SchedulerCounters
+from llmsched.engine.scheduler.ledger import WAITS, SchedulerCounters
 from llmsched.engine.scheduler.scheduler import Scheduler
 from llmsched.kernels.dispatch import num_compiled
 
@@ -88,6 +88,8 @@ class StatsRecorder:
         if scheduler.counters != self._recorded:
             for metric, counter in _COUNTED.items():
                 metrics.add(metric, getattr(scheduler.counters, counter) - getattr(self._recorded, counter))
+            for reason, counter in WAITS.items():
+                metrics.waited(reason, getattr(scheduler.counters, counter) - getattr(self._recorded, counter))
             self._recorded = replace(scheduler.counters)
         misses = scheduler.kv.prefix_cache.misses.counts
         if misses != self._recorded_misses:

@@ -85,6 +85,7 @@ class MemoryUsage:
     mean_kv_share: float | None
     kv_waste: float | None  # mean share of held KV memory that was empty
     parts: MemoryParts | None  # bytes
+    kv_tokens: int | None = None  # tokens for which there is KV memory
 
     @property
     def peak_kv(self) -> int | None:
@@ -106,7 +107,7 @@ def memory_usage(
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:
-        return MemoryUsage(meter.steps, len(held), meter.peak / meter.total, mean, meter.waste, parts)
+        return MemoryUsage(meter.steps, len(held), meter.peak / meter.total, mean, meter.waste, parts, meter.total)
     if mean is None:
         return None
     wasted = [s.kv_empty / s.kv_held for s in samples if s.kv_held and s.kv_empty is not None]

@@ -15,6 +15,7 @@ from llmsched.engine.request_latency import RequestLatency, Stall, reading_waits
 WORST_STALLS = 5
 
 _RESAMPLES = 500
+_Z95 = 1.96
 _SEED = 0
 _SHARE = 0.01
 
@@ -27,6 +28,7 @@ class LatencySummary(Summary):
     """Distribution of one latency in seconds."""
 
     p99_ci95: tuple[float, float] | None = None  # 95 % confidence interval of the P99
+    mean_ci95: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,11 @@ def latencies_of(done: Sequence[ServedRequest], connect: Sequence[float], start:
     worst = heapq.nlargest(WORST_STALLS, done, key=lambda one: one.latency.worst_stall or 0.0)
     stalls = ((one.record.index, worst_stall(one.arrivals)) for one in worst)
     summaries = {
-        name: LatencySummary(**asdict(summarise([*chain.from_iterable(requests)])), p99_ci95=p99_interval(requests))
+        name: LatencySummary(
+            **asdict(summarise([*chain.from_iterable(requests)])),
+            p99_ci95=p99_interval(requests),
+            mean_ci95=mean_interval(requests),
+        )
         for name, requests in latency_samples(latencies).items()
     }
     return Latencies(
@@ -91,6 +97,22 @@ def reading_pauses(done: Sequence[ServedRequest], failed: int, tokens_per_s: flo
         interrupted=(sum(bool(one) for one in waits) + failed) / (len(done) + failed),
         waits=summarise([wait for one in waits for wait in one]),
     )
+
+
+def mean_interval(requests: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the mean, from the samples of each request.
+
+    Requests are the sampling units, as in `p99_interval`; the variance of the ratio of sums is linearised (Cochran,
+    Sampling Techniques, section 6.3). Return None for fewer than two requests.
+    """
+    sums = np.array([sum(samples) for samples in requests if len(samples)])
+    sizes = np.array([len(samples) for samples in requests if len(samples)])
+    if len(sizes) < 2:
+        return None
+    mean = sums.sum() / sizes.sum()
+    variance = len(sizes) / (len(sizes) - 1) * float(((sums - mean * sizes) ** 2).sum()) / float(sizes.sum()) ** 2
+    half = _Z95 * variance**0.5
+    return float(mean - half), float(mean + half)
 
 
 def p99_interval(requests: Sequence[Sequence[float]]) -> tuple[float, float] | None:

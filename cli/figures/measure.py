@@ -15,6 +15,7 @@ from llmsched.cli.figures.throughput import Rates, rates_of
 from llmsched.cli.figures.token_times import CHUNKS, RETOKENISED, CountTokens, ServedRequest, served, worst_source
 from llmsched.cli.load.load import Load
 from llmsched.engine.goodput import Goodput, Slo, goodput
+from llmsched.engine.percentiles import statistic
 from llmsched.engine.request_latency import RequestLatency
 
 #: A prefix hit rate this far above what the load allows is reported. Shares of texts are in bytes, hit rates in tokens.
@@ -41,6 +42,7 @@ class TokenCounts:
     output: int
     source: str | None  # how output tokens were counted
     prefix_hit_rate: float | None  # share of prompt tokens served from the target's cache
+    request_p99: float | None = None  # P99 of the tokens of a request, prompt and output together
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,14 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
             failed=failed,
             failures=dict(Counter(record.failure.reason for record in run.records if record.failure).most_common()),
             failure_examples={r.failure.reason: r.failure.detail for r in reversed(run.records) if r.failure},
-            preemptions=run.preemptions,
+            preemptions=run.counts.preemptions,
         ),
         tokens=TokenCounts(
             input=sum(known) if known and len(known) == len(prompts) else None,
             output=sum(arrival.tokens for one in done for arrival in one.arrivals),
             source=source,
             prefix_hit_rate=_hit_rate([one.record for one in done]),
+            request_p99=_request_p99(done),
         ),
         duration=duration,
         rates=rates_of(run, done, workload),
@@ -116,6 +119,15 @@ def measure(run: RunRecord, workload: Load, slo: Slo, count_tokens: CountTokens 
         run=run,
         served=done,
     )
+
+
+def _request_p99(done: Sequence[ServedRequest]) -> float | None:
+    sizes = [
+        prompt + sum(arrival.tokens for arrival in one.arrivals)
+        for one in done
+        if (prompt := one.record.usage.prompt_tokens) is not None
+    ]
+    return statistic(sizes, "p99")
 
 
 def _hit_rate(records: Sequence[RequestRecord]) -> float | None:

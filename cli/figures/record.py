@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from llmsched.cli.figures.engine_counts import EngineCounts
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.engine.memory.plan import MemoryParts
 
@@ -95,7 +96,7 @@ class RunRecord:
     """Record of one run of a load. All times are seconds on one clock. None means unknown."""
 
     records: Sequence[RequestRecord]
-    preemptions: int | None = None
+    counts: EngineCounts = EngineCounts()
     loop_lags: Sequence[LoopLag] | None = None
     own_process: bool = True  # False if the client ran in the target's process
     samples: Sequence[TargetState] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Flag, auto
+from statistics import fmean
 from typing import Any, Literal
 
 from llmsched.cli.figures import kv_memory
@@ -109,7 +110,24 @@ def _reading_json(_: Experiment, figures: Measurement) -> dict[str, Any] | None:
 
 def _memory_json(used: kv_memory.MemoryUsage) -> dict[str, Any]:
     parts = {} if used.parts is None else used.parts._asdict()
-    return {**parts, "mean_kv_share": used.mean_kv_share, "looks": used.samples, "steps": used.steps}
+    return {
+        **parts,
+        "mean_kv_share": used.mean_kv_share,
+        "looks": used.samples,
+        "steps": used.steps,
+        "kv_tokens": used.kv_tokens,
+    }
+
+
+def _scheduler_json(figures: Measurement) -> dict[str, Any] | None:
+    """Return the numbers of running and waiting requests over the samples of the target's state."""
+    if not figures.samples:
+        return None
+    return {
+        name: {"mean": fmean(numbers), "max": max(numbers)}
+        for name in ("running", "waiting")
+        for numbers in ([getattr(sample, name) for sample in figures.samples],)
+    }
 
 
 def _sent_text(_: Experiment, figures: Measurement) -> str:
@@ -205,6 +223,7 @@ FIGURES: tuple[Figure, ...] = (
         "  steady-state",
         _define("steady"),
     ),
+    Figure("output_tokens_per_s_ci95", "", lambda e, m: m.rates.output_tokens_ci95, _JSON),
     Figure("requests_per_s", "/s", lambda e, m: m.rates.requests, _MAIN, "requests/s"),
     Figure("requests_per_s_steady", "/s", lambda e, m: m.rates.requests_steady, _TOTALS, "  steady-state"),
     Figure("steady_window_s", "", lambda e, m: m.rates.steady_window, _JSON),
@@ -227,6 +246,9 @@ FIGURES: tuple[Figure, ...] = (
     _memory("memory", "", _memory_json, _JSON),
     Figure("prefix_hit_rate", "share", lambda e, m: m.tokens.prefix_hit_rate, _TOTALS | _ATTEMPT, "prefix hit rate"),
     Figure("preemptions", "count", lambda e, m: m.requests.preemptions, _MAIN, "preemptions"),
+    Figure("engine_counts", "", lambda e, m: m.run.counts.as_json(), _JSON),
+    Figure("scheduler", "", lambda e, m: _scheduler_json(m), _JSON),
+    Figure("request_tokens_p99", "count", lambda e, m: m.tokens.request_p99, _JSON),
     _row("worst stall", lambda e, m: format_value(m.latency.worst_stall, "ms"), "stall"),
     _row("client lag P99", lambda e, m: format_value(m.client.send.p99, "ms")),
     _row("peak KV", _peak_kv_text, "peak KV"),

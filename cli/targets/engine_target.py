@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from llmsched.cli.figures.engine_counts import EngineCounts, scheduler_counts
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord
@@ -81,8 +82,11 @@ class EngineTarget:
         if not record.usage.output_tokens:
             raise RequestFailed("empty stream", "the request ended without a token")
 
-    async def preemptions(self) -> int:
-        return self._engine.stats().num_preemptions
+    async def counts(self) -> EngineCounts:
+        try:
+            return await self._engine.call(lambda core: scheduler_counts(core.scheduler))
+        except EngineDeadError:
+            return EngineCounts(self._engine.stats().num_preemptions)
 
     async def state(self) -> TargetState | None:
         try:

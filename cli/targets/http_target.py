@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 import httpx
 
+from llmsched.cli.figures.engine_counts import EngineCounts, changing_token
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestFailed, RequestRecord
@@ -87,6 +89,7 @@ class HttpTarget:
     sample_interval = 1.0
     meter: KVMeter | None = None
     salts = False
+    settings: Mapping[str, Any] = MappingProxyType({})  # of the engine, as far as the server tells them
 
     def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.name = options.model or options.url
@@ -130,6 +133,8 @@ class HttpTarget:
         self._count_chunks = _COUNT_CHUNKS.get(owner, {})
         self.salts = owner in _COUNT_CHUNKS  # all servers in this table take a cache_salt
         self._is_ours = owner == "llmsched"
+        if isinstance(longest := first.get("max_model_len"), int):
+            self.settings = {"max_model_len": longest}
         if self._is_ours:
             self.sample_interval = 0.25  # the server takes 1.4 ms to answer
         if self._model is None and isinstance(name := first.get("id"), str):
@@ -187,8 +192,14 @@ class HttpTarget:
             body["prompt"] = prompt.text if token_ids is None else token_ids
         return body
 
-    async def preemptions(self) -> int | None:
-        return None if (metrics := await self._metrics()) is None else metrics.preemptions()
+    async def counts(self) -> EngineCounts:
+        if (metrics := await self._metrics()) is None:
+            return EngineCounts()
+        counts = metrics.counts()
+        if self._is_ours:
+            with suppress(httpx.RequestError, TimeoutError, ValueError, RecursionError):
+                counts = replace(counts, prompt_change=changing_token((await self._look_up("/v1/cache")).json()))
+        return counts
 
     async def state(self) -> TargetState | None:
         metrics = await self._metrics()
@@ -261,6 +272,6 @@ async def open_server(options: HttpOptions, plan: RunPlan) -> AsyncIterator[Open
                 return figures
             return replace(figures, warnings=(*figures.warnings, _UNSALTED))
 
-        yield OpenTarget(target.name, Provenance(options.url), warmup, measure)
+        yield OpenTarget(target.name, Provenance(options.url), warmup, measure, target.settings)
     finally:
         await target.close()

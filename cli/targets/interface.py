@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llmsched.cli.figures.engine_counts import EngineCounts
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState
 from llmsched.cli.figures.measure import Measurement
@@ -31,8 +32,8 @@ class Target(Protocol):
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
         """Send a request and record its times, chunks and usage. Raises RequestFailed if the request fails."""
 
-    async def preemptions(self) -> int | None:
-        """Return the number of preemptions since the target started, or None if unknown."""
+    async def counts(self) -> EngineCounts:
+        """Return what the target has counted since it started."""
 
     async def state(self) -> TargetState | None:
         """Return the current state, with its time in seconds of the event loop's clock, or None if unknown."""

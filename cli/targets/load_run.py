@@ -74,7 +74,7 @@ async def send_workload(
             await _ask_timelines(target, untold)
         return await target.state()
 
-    before = await target.preemptions()
+    before = await target.counts()
     if target.meter is not None:
         target.meter.take()  # discard the steps before the load
     with settled_heap():
@@ -90,13 +90,11 @@ async def send_workload(
             )
             records, interrupted = await _unless_interrupted(running, ended if partial else [])
     await _ask_timelines(target, untold)
-    after = await target.preemptions()
-    # The counter of a restarted server begins at 0 again.
-    preemptions = after - before if before is not None and after is not None and after >= before else None
+    counts = (await target.counts()).since(before)
     meter = None if target.meter is None else target.meter.take()
     own_process = not target.in_process
     repeated = repeated_share(request.prompt for request in planned) if own_process else None
-    return RunRecord(records, preemptions, lags, own_process, samples, target.memory(), interrupted, meter, repeated)
+    return RunRecord(records, counts, lags, own_process, samples, target.memory(), interrupted, meter, repeated)
 
 
 async def _unless_interrupted(

@@ -11,6 +11,7 @@ from llmsched.cli.load.load import PlannedRequest
 from llmsched.engine.core import Timeline
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import Request
+from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.simulated_engine import SimulatedEngine
 
 #: Chooses the index of the engine for a request: called with its name, its prompt and the time.
@@ -84,8 +85,7 @@ class SimulatedClients:
             if update.result.token_id is not None:
                 running[0].chunks.append(chunk)
             if request.finish_reason is not None:
-                empty = RequestFailed("empty stream", "the request ended without a token")
-                self._end(request.request_id, now, None if running[0].chunks else empty, index)
+                self._end(request.request_id, now, _failure(running[0], update), index)
         times = engine.skip_decodes(self._uneventful_until(index))
         if times:
             *earlier, last = (Chunk(time, "", 1) for time in times)
@@ -185,3 +185,10 @@ def _next_step(engine: SimulatedEngine) -> float:
         return math.inf
     until = engine.idle_until()
     return engine.clock.now if until is None else until
+
+
+def _failure(record: RequestRecord, last: Update) -> RequestFailed | None:
+    """Return why a request that has ended failed, as `EngineTarget.send` would, or None if it was served."""
+    if (error := last.result.error) is not None:
+        return RequestFailed("ended by error", error)
+    return None if record.chunks else RequestFailed("empty stream", "the request ended without a token")

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Unpack
 
+from llmsched.cli.figures.engine_counts import EngineCounts, scheduler_counts
 from llmsched.cli.figures.kv_memory import KVMeter, TargetState, target_state
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.measure import measure as measure_run
@@ -78,7 +79,7 @@ def simulate_run(
     # A meter observes each step, which a simulation of many replicas skips where it can.
     meter = KVMeter() if router is None else None
     engines[0].on_step = meter
-    samples = _Samples(engines)
+    samples, before = _Samples(engines), _counts(engines)
 
     def count(record: RequestRecord) -> None:
         nonlocal ended
@@ -99,8 +100,12 @@ def simulate_run(
             on_end=count,
         )
         records = clients.run(samples.take)
-    preemptions = sum(engine.scheduler.counters.num_preemptions for engine in engines)
-    return RunRecord(records, preemptions, None, False, samples.taken, blueprint.plan.parts, meter=meter)
+    counts = _counts(engines).since(before)
+    return RunRecord(records, counts, None, False, samples.taken, blueprint.plan.parts, meter=meter)
+
+
+def _counts(engines: Sequence[SimulatedEngine]) -> EngineCounts:
+    return EngineCounts.sum([scheduler_counts(engine.scheduler) for engine in engines])
 
 
 class _Samples:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+from llmsched.cli.figures.engine_counts import EngineCounts
 from llmsched.cli.figures.kv_memory import KVMeter
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import RunRecord
@@ -183,7 +184,7 @@ class SimulatedRunner(TrialRunner):
             timeout=work.timeout,
             stop_after=stop_after,
         )
-        run = RunRecord(clients.run(), engine.scheduler.counters.num_preemptions, meter=meter)
+        run = RunRecord(clients.run(), EngineCounts(engine.scheduler.counters.num_preemptions), meter=meter)
         figures = measure(run, work.load, work.slo)
         return run_of(setting, round_index, requests, figures, peak_running, time.perf_counter() - start)
 

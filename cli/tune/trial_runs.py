@@ -124,7 +124,7 @@ def run_of(
         problem = f"{counts.failed} of {total} requests failed: {reason}{f' ({detail})' if detail else ''}"
     demand = None
     if memory is not None:
-        demand = PeakDemand(peak_running, memory.peak_kv_share, bool(measured.run.preemptions))
+        demand = PeakDemand(peak_running, memory.peak_kv_share, bool(measured.run.counts.preemptions))
     samples = {name: [getattr(latency, name) for latency in measured.latencies] for name in FIGURES}
     samples["itl"] = [gap for gaps in samples["itl"] for gap in gaps]
     samples["tpot"] = [value for value in samples["tpot"] if value is not None]

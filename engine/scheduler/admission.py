@@ -175,6 +175,8 @@ class Admission:
             request.num_cached_tokens = request.num_computed_tokens
             self._counters.prefix_queried_tokens += request.num_prompt_tokens
             self._counters.prefix_hit_tokens += request.num_computed_tokens
+            for reason, seconds in waited.items():
+                self._counters.count_wait(reason, seconds)
         request.status = RequestStatus.RUNNING
         self._running.append(request)
 

@@ -15,7 +15,11 @@ Detail = int | float | str
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the engine was built: events in fields whose names begin with num_, tokens in the others."""
+    """Totals since the engine was built.
+
+    Fields whose names begin with num_ count events. Those that begin with wait_ are seconds from arrival to the first
+    admission, summed over requests, by what the first waiting request lacked. The others count tokens.
+    """
 
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -24,6 +28,17 @@ class SchedulerCounters:
     num_swapped_out: int = 0
     num_swapped_in: int = 0
     num_headroom_changes: int = 0
+    wait_for_slot: float = 0.0
+    wait_for_memory: float = 0.0
+    wait_for_step: float = 0.0
+    wait_for_prefix: float = 0.0
+
+    def count_wait(self, reason: str, seconds: float) -> None:
+        setattr(self, WAITS[reason], getattr(self, WAITS[reason]) + seconds)
+
+
+#: Field of SchedulerCounters by WaitReason.
+WAITS = {reason: f"wait_for_{reason}" for reason in ("slot", "memory", "step", "prefix")}
 
 
 @dataclass(slots=True)

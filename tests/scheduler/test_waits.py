@@ -6,6 +6,8 @@ import pytest
 from fakes import Harness, make_request, tokens
 
 from llmsched.engine.request import FinishReason, Request
+from llmsched.engine.scheduler.ledger import WAITS
+from llmsched.engine.scheduler.waiting_queue import WaitReason
 
 
 def waited(harness: Harness, request: Request) -> list[dict[str, float]]:
@@ -90,3 +92,17 @@ def test_configure_keeps_the_waiting_times_of_waiting_requests() -> None:
     harness.scheduler.configure(max_num_batched_tokens=32)
     harness.run()
     assert waited(harness, second) == [{"slot": 9.0}], "from 1 to 10"
+
+
+def test_totals_count_waits_before_the_first_admission() -> None:
+    harness = Harness(10, output_prediction="none", headroom=0.0)
+    requests = [harness.add(make_request(f"p{i}", tokens(48, seed=i), 64, arrival=float(i))) for i in range(2)]
+    requests.append(harness.add(make_request("third", tokens(100, seed=5), 2, arrival=2.0)))
+    harness.run()
+    first = [waited(harness, request)[0] for request in requests]
+    assert len(waited(harness, requests[1])) == 2
+    for reason, name in WAITS.items():
+        total = getattr(harness.scheduler.counters, name)
+        assert total == pytest.approx(sum(each.get(reason, 0.0) for each in first))
+    assert harness.scheduler.counters.wait_for_memory > 10
+    assert list(WAITS) == [reason.value for reason in WaitReason]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from llmsched.cli.figures.engine_counts import EngineCounts
 from llmsched.cli.figures.experiment import Experiment
 from llmsched.cli.figures.kv_memory import merged
 from llmsched.cli.figures.measure import Measurement, measure
@@ -59,7 +60,7 @@ def with_mean_rates(rounds: Sequence[Measurement], whole: Measurement) -> Measur
     if len(rounds) == 1:
         return whole
     # The ramp-up and ramp-down of each round would distort the rates of `whole`.
-    means: dict[str, float | None] = {}
+    means: dict[str, Any] = {}
     for name in ("output_tokens_steady", "requests_steady", "scheduled", "achieved"):
         known = [rate for one in rounds if (rate := getattr(one.rates, name)) is not None]
         means[name] = sum(known) / len(known) if len(known) == len(rounds) else None
@@ -74,12 +75,11 @@ def concatenated(runs: Sequence[RunRecord]) -> RunRecord:
         moved = [record.moved(now - run.start, len(records)) for record in run.records]
         now = max((record.end for record in moved if record.end is not None), default=now)
         records += moved
-    preempted = [run.preemptions for run in runs if run.preemptions is not None]
     lags = [run.loop_lags for run in runs if run.loop_lags is not None]
     meters = [run.meter for run in runs if run.meter is not None]
     return RunRecord(
         records,
-        sum(preempted) if len(preempted) == len(runs) else None,
+        EngineCounts.sum([run.counts for run in runs]),
         [lag for some in lags for lag in some] if lags else None,
         runs[0].own_process,
         memory=runs[-1].memory,

@@ -16,7 +16,16 @@ from command_line import CommandLine
 from fake_server import end, token
 
 Answer = Callable[[BaseHTTPRequestHandler, threading.Event], None]
-NOTHING = {"mean": None, "p50": None, "p95": None, "p99": None, "max": None, "count": 0, "p99_ci95": None}
+NOTHING = {
+    "mean": None,
+    "p50": None,
+    "p95": None,
+    "p99": None,
+    "max": None,
+    "count": 0,
+    "p99_ci95": None,
+    "mean_ci95": None,
+}
 STREAM = token(" ü\N{SLIGHTLY SMILING FACE}") * 3 + b":ping\r\n\r\n" + end(3).rstrip()
 
 

@@ -15,6 +15,7 @@ from llmsched.cli.bench.compare.comparison import VariantRun, compare, concatena
 from llmsched.cli.bench.compare.comparison_report import comparison_json
 from llmsched.cli.bench.compare.variant_engines import VariantEngines
 from llmsched.cli.bench.compare.variants import Variant, check_given, configure, parse_variants
+from llmsched.cli.figures.engine_counts import EngineCounts
 from llmsched.cli.figures.kv_memory import KVMeter, memory_usage, merged
 from llmsched.cli.figures.measure import measure
 from llmsched.cli.figures.record import Chunk, LoopLag, RequestRecord, RunRecord
@@ -81,14 +82,14 @@ def run_of(*times: tuple[float, float], preemptions: int | None = 0) -> RunRecor
         RequestRecord(index, scheduled=due, ready=due, sent=due, end=end, chunks=[Chunk(end, "x", 1)])
         for index, (due, end) in enumerate(times)
     ]
-    return RunRecord(records, preemptions, [LoopLag(0.0, 0.001)], own_process=False)
+    return RunRecord(records, EngineCounts(preemptions), [LoopLag(0.0, 0.001)], own_process=False)
 
 
 def test_rounds_are_concatenated_without_gaps() -> None:
     joined = concatenated([run_of((100, 101), (100, 103)), run_of((500, 502), (501, 504), preemptions=2)])
     assert [(r.index, r.scheduled, r.end) for r in joined.records] == [(0, 0, 1), (1, 0, 3), (2, 3, 5), (3, 4, 7)]
     assert [record.chunks[0].time for record in joined.records] == [1, 3, 5, 7]
-    assert (joined.preemptions, joined.loop_lags) == (2, [LoopLag(0.0, 0.001)] * 2)
+    assert (joined.counts.preemptions, joined.loop_lags) == (2, [LoopLag(0.0, 0.001)] * 2)
     figures = measure(joined, SyntheticLoad(), Slo())
     assert (figures.duration, figures.rates.output_tokens) == (7.0, 4 / 7)
     assert figures.latency.ttft.max == 3.0
@@ -109,7 +110,7 @@ def test_rates_exclude_the_time_between_two_rounds() -> None:
 
 
 def test_preemptions_unknown_in_one_round_are_unknown() -> None:
-    assert concatenated([run_of((0, 1)), run_of((0, 1), preemptions=None)]).preemptions is None
+    assert concatenated([run_of((0, 1)), run_of((0, 1), preemptions=None)]).counts.preemptions is None
 
 
 def test_rounds_are_interleaved_and_have_different_requests() -> None:

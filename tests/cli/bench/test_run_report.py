@@ -142,7 +142,7 @@ def test_parts_reported_together_are_drawn_as_one() -> None:
 def test_the_memory_of_a_run_is_in_the_report() -> None:
     experiment = Experiment("m", Provenance("u"), SyntheticLoad(), Slo())
     report = as_json(experiment, run())
-    assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2, "steps": None}
+    assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": 0.75, "looks": 2, "steps": None, "kv_tokens": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["peak_memory_bytes"]) == (1.0, 8 * GIB, 11 * GIB)
     assert report["kv_waste"] == pytest.approx(0.1)
     measured = MeasuredRun(experiment, run())
@@ -157,7 +157,7 @@ def test_memory_usage_comes_from_steps_if_there_are_any() -> None:
         meter(use)
     report = as_json(Experiment("m", Provenance("u"), SyntheticLoad(), Slo()), run([], MEMORY, meter))
     assert (report["peak_kv_share"], report["kv_waste"]) == (0.6, 0.125)
-    assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": None, "looks": 0, "steps": 3}
+    assert report["memory"] == {**MEMORY._asdict(), "mean_kv_share": None, "looks": 0, "steps": 3, "kv_tokens": 100}
 
 
 def test_unreported_parts_of_memory_are_null() -> None:
@@ -166,7 +166,7 @@ def test_unreported_parts_of_memory_are_null() -> None:
         run([TargetState(100.5, 1, 0, kv_held=0.5)], None),
     )
     report = as_json(experiment, shares)
-    assert report["memory"] == {"mean_kv_share": 0.5, "looks": 1, "steps": None}
+    assert report["memory"] == {"mean_kv_share": 0.5, "looks": 1, "steps": None, "kv_tokens": None}
     assert (report["peak_kv_share"], report["peak_kv_bytes"], report["kv_waste"]) == (0.5, None, None)
     assert dict(totals_table(MeasuredRun(experiment, shares)).rows)["peak KV"] == "50.0% of KV memory"
     assert "peak memory" not in definitions(MeasuredRun(experiment, shares))

@@ -214,7 +214,16 @@ def test_every_kind_of_failure_has_a_reason(script: Script, reason: str) -> None
     assert (figures.requests.completed, figures.requests.failed) == (0, 1)
     assert figures.requests.failures == {reason: 1}
     report = json_of(figures)
-    nothing = {"mean": None, "p50": None, "p95": None, "p99": None, "max": None, "count": 0, "p99_ci95": None}
+    nothing = {
+        "mean": None,
+        "p50": None,
+        "p95": None,
+        "p99": None,
+        "max": None,
+        "count": 0,
+        "p99_ci95": None,
+        "mean_ci95": None,
+    }
     assert [report[name] for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")] == [nothing] * 4
     assert report["valid"] is False
 

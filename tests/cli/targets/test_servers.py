@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from measured_load import measure_load
 from virtual_time import run_virtual
 
+from llmsched.cli.figures.engine_counts import EngineCounts
 from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.cli.figures.measure import Measurement
 from llmsched.cli.figures.record import RequestRecord
@@ -224,7 +225,7 @@ def test_lookups_without_an_end_are_given_up() -> None:
     async def main() -> float:
         target = HttpTarget(HttpOptions("http://fake", lookup_timeout=10.0), transport=Endless())
         await target.connect()
-        assert await target.preemptions() is None
+        assert await target.counts() == EngineCounts()
         await target.close()
         return asyncio.get_running_loop().time()
 
@@ -275,7 +276,7 @@ def test_no_chunk_stops_the_run(content: dict[str, Any]) -> None:
 @given(st.text(alphabet='vl:num_preemtios{}="\\,# \n1+eINa', max_size=60))
 def test_no_metrics_stop_the_run(text: str) -> None:
     metrics = ServerMetrics.of(text)
-    told = None if metrics is None else metrics.preemptions()
+    told = None if metrics is None else metrics.counts().preemptions
     assert told is None or "num_preemptions" in text
 
 
@@ -308,7 +309,7 @@ def test_requests_of_several_engines_add_up_and_shares_do_not() -> None:
 def test_metrics_that_are_not_finite_are_ignored() -> None:
     huge = "".join(f'vllm:num_requests_running{{engine="{n}"}} 1e308\n' for n in range(2))
     metrics = ServerMetrics.of(huge + "vllm:num_requests_waiting 0\nvllm:num_preemptions_total 1e999\n")
-    assert metrics.sample(0.0) is metrics.preemptions() is None
+    assert metrics.sample(0.0) is metrics.counts().preemptions is None
 
 
 def test_a_restarted_server_has_no_preemption_count() -> None:
