@@ -16,7 +16,7 @@ def check_file(flag: str, path: Path, read: Path | None = None) -> None:
         if path.is_dir() or not path.parent.is_dir():
             raise LlmschedError(f"{flag} {path}: {'is a' if path.is_dir() else 'has no'} directory")
         if read is not None and path.resolve() == read.resolve():
-            raise LlmschedError(f"{flag} {path}: is the input trace; name another file")
+            raise LlmschedError(f"{flag} {path}: is an input file; name another file")
         if path.is_fifo():
             return  # opening it would wait for a reader
         there = os.path.lexists(path)

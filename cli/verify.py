@@ -8,7 +8,8 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
-from llmsched.cli.options.flags import ModelArgument, resolve_model
+from llmsched.cli.options.flags import ModelArgument, resolve_model, with_options
+from llmsched.cli.verify_against import SavedOutputFlags, run_saved
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,9 @@ MAX_PARTINGS = 4
 
 
 @with_engine_options(only=("dtype", "quantization", "kv_cache_dtype", "device", "block_size", "model_impl"))
+@with_options("saved", SavedOutputFlags)
 def verify(
+    context: typer.Context,
     model: ModelArgument = None,
     num_prompts: Annotated[
         int,
@@ -38,9 +41,10 @@ def verify(
     seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts; the same seed gives the same prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
+    saved: SavedOutputFlags,
     engine_options: EngineOptions,
 ) -> None:
-    """Compare the engine with plain transformers: same weights, same device, same dtype.
+    """Compare the engine with plain transformers: same weights, same device, same dtype. Or with its saved outputs.
 
     The engine computes the model as `serve` would: with its own fused decoder or, for an architecture that the decoder
     does not know, with the layers of transformers. Use --model-impl transformers to check the layers of transformers.
@@ -57,6 +61,9 @@ def verify(
     on fixed texts and their continuations. With --kv-cache-dtype, transformers' keys and values are rounded in the same
     way, and the report says how much this changes its logits.
 
+    --save keeps the engine's outputs, and --against compares with them later. Each position is compared after the saved
+    tokens before it. The exit code is 1 if the mean KL divergence per token exceeds --max-kl.
+
     \b
     Examples:
       llmsched verify demo --dtype float32
@@ -64,14 +71,21 @@ def verify(
       llmsched verify Qwen/Qwen3-8B --quantization int4
       llmsched verify demo --kv-cache-dtype fp8
       llmsched verify ./my-model --json
+      llmsched verify demo --save before.json
+      llmsched verify demo --against before.json --max-kl 0.001
     """
+    saved.check(context)
+    settings = {"num_prompts": num_prompts, "num_tokens": num_tokens, "seed": seed}
     config = engine_options.config(resolve_model(model))
+    if saved.given:
+        if not run_saved(config, saved, settings, as_json):
+            raise typer.Exit(1)
+        return
     with render.progress_bar() as progress:
         from llmsched.engine.parity.verification import check_parity, load_for_parity
 
         subject = load_for_parity(config, progress)
         report = check_parity(subject, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, progress=progress)
-    settings = {"num_prompts": num_prompts, "num_tokens": num_tokens, "seed": seed}
     if as_json:
         render.emit_json(_as_dict(subject, report) | settings)
     else:

@@ -74,15 +74,16 @@ class LoadedModel:
         return group_layers(kv_geometry(self.model.config), self.block_size, None).layout
 
 
-def load_for_parity(config: EngineConfig, progress: Progress = silent) -> LoadedModel:
+def load_for_parity(config: EngineConfig, progress: Progress = silent, *, with_reference: bool = True) -> LoadedModel:
     """Load `config.model` on the device and in the dtype that `serve` would use, and measure the loss of rounding.
 
+    Without `with_reference`, the loss and the weights in plain types, which only the reference needs, are left out.
     Raises ModelError if the model cannot be loaded, and ConfigError for an unusable device.
     """
     opened = open_model(config, progress)
     model = opened.load(progress)
     dequantised, loss = None, None
-    if opened.packed or opened.quantization:
+    if with_reference and (opened.packed or opened.quantization):
         dequantised = opened.load(progress, packed=False)
     if opened.quantization and dequantised is not None:
         progress("measuring the loss", 0, 1)
@@ -108,7 +109,7 @@ def check_parity(
     prompts = make_prompts(
         loaded.tokenizer, loaded.info.vocab_size, count=num_prompts, block_size=loaded.block_size, seed=seed
     )
-    _check_size(loaded, prompts, num_tokens)
+    check_size(loaded, prompts, num_tokens)
     plain, reference = Reference(loaded.dequantised or loaded.model), _reference(loaded)
     expected = {
         prompt.name: reference.continuation(prompt.token_ids, num_tokens)
@@ -129,9 +130,9 @@ def check_parity(
         result = CaseResult(case.name)
         results.append(result)
         try:
-            engine, executor = _engine(loaded, case)
+            engine, executor = engine_for(loaded, case)
             model_impl = executor.model_impl
-            waves = [_run_wave(engine, executor, wave, case.num_tokens) for wave in case.waves]
+            waves = [run_wave(engine, executor, dict.fromkeys(wave, case.num_tokens)) for wave in case.waves]
             engine.check_integrity()
             _check_events(case, result, engine.stats(), waves[-1])
             executor.close()
@@ -157,7 +158,8 @@ def _reference(loaded: LoadedModel) -> Reference:
     return Reference(model, lambda: RoundedCache(loaded.kv_dtype, scales))
 
 
-def _check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
+def check_size(loaded: LoadedModel, prompts: PromptSet, num_tokens: int) -> None:
+    """Raise ConfigError if a prompt and its output exceed the context, or all logits exceed MAX_LOGIT_BYTES."""
     longest = max(len(prompt.token_ids) for prompt in prompts.all)
     limit = loaded.info.max_position - longest
     if num_tokens > limit:
@@ -191,7 +193,8 @@ def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last
             result.problems.append(f"cached tokens should be {', '.join(map(str, case.cached_tokens))}")
 
 
-def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecutor]:
+def engine_for(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecutor]:
+    """Build an engine with the settings of the case. Close its executor after use."""
     longest = max(len(prompt.token_ids) for wave in case.waves for prompt in wave)
     swap = SwapSpace(case.num_blocks if case.preempted == "swap" else 0)
     dtype: Any = str(loaded.dtype).removeprefix("torch.")
@@ -228,10 +231,9 @@ def _engine(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecuto
     return Engine(config, loaded.info, loaded.tokenizer, executor, kv), executor
 
 
-def _run_wave(
-    engine: Engine, executor: TorchExecutor, prompts: ListLike[ParityPrompt], num_tokens: int
-) -> list[EngineOutput]:
-    outputs = {prompt.name: EngineOutput(prompt) for prompt in prompts}
+def run_wave(engine: Engine, executor: TorchExecutor, lengths: Mapping[ParityPrompt, int]) -> list[EngineOutput]:
+    """Continue all prompts together, each by the number of greedy tokens in `lengths`, and keep the logits."""
+    outputs = {prompt.name: EngineOutput(prompt) for prompt in lengths}
     by_sequence = {f"{name}/0": output for name, output in outputs.items()}
 
     def keep(sequences: ListLike[Sequence], logits: torch.Tensor) -> None:
@@ -239,8 +241,8 @@ def _run_wave(
             by_sequence[sequence.request_id].logits.append(row)
 
     executor.on_logits = keep
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    for prompt in prompts:
+    for prompt, num_tokens in lengths.items():
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         engine.add_request(prompt.name, list(prompt.token_ids), sampling)
     while engine.has_work():
         for step in engine.step():

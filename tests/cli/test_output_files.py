@@ -62,7 +62,7 @@ def test_a_dash_is_not_a_file() -> None:
 def test_the_input_file_is_not_overwritten(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("{}")
-    with pytest.raises(LlmschedError, match="is the input trace"):
+    with pytest.raises(LlmschedError, match="is an input file"):
         check_file("--save", tmp_path / "." / "trace.jsonl", trace)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +110,43 @@ def test_remarks_put_faults_first_and_stay_short() -> None:
     assert lines[2].endswith("margin 0.02: a near tie")
     assert lines[-1] == "2 more sequences differ"
     assert len(lines) == 1 + 4 + 1
+
+
+def test_outputs_are_saved_and_compared(
+    command: CommandLine, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, run = str(tmp_path / "before.json"), ("verify", model, "--dtype", "float32")
+    assert "saved 2 outputs" in command(*run, *SMALL, "--save", file).out
+    outcome = command(*run, "--against", file)
+    assert outcome.code == 0
+    assert "same model, device, settings and versions" in outcome.out
+    assert outcome.out.rstrip().endswith("as before")
+    right = paged.paged_attention
+    monkeypatch.setattr(paged, "paged_attention", lambda *a, scale, **more: right(*a, scale=3 * scale, **more))
+    outcome = command(*run, "--against", file, "--block-size", "8", "--json")
+    assert outcome.code == 1
+    answer = outcome.json
+    assert (answer["ok"], answer["max_kl"], answer["num_positions"]) == (False, 0.01, 8)
+    assert answer["largest_kl"] >= answer["mean_kl"] > 0.01
+    assert (answer["saved_origin"]["block_size"], answer["origin"]["block_size"]) == (16, 8)
+    outcome = command(*run, "--against", file, "--block-size", "8", "--max-kl", "100")
+    assert outcome.code == 0
+    assert "block_size 16 -> 8" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--max-kl", "1"), "--max-kl 1: is a finite limit for --against"),
+        (("--against", "a.json", "--seed", "1"), "--seed: the file of --against fixes the prompts"),
+        (("--against", "nothing.json"), "--against nothing.json: No such file"),
+        (("--save", "a.json", "--against", "a.json"), "--save a.json: is an input file"),
+        (("--save", "no/such/a.json"), "--save no/such/a.json: has no directory"),
+    ],
+)
+def test_bad_usage_of_saved_outputs(
+    command: CommandLine, model: str, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    with command.monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert message in command.refused("verify", model, *arguments)

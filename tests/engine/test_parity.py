@@ -297,8 +297,8 @@ def test_logits_that_are_not_numbers_fail(monkeypatch: pytest.MonkeyPatch) -> No
         answers[0].logits[2] = torch.full((VOCAB_SIZE,), float("nan"))
         return answers
 
-    right = run._run_wave
-    monkeypatch.setattr(run, "_run_wave", wrong)
+    right = run.run_wave
+    monkeypatch.setattr(run, "run_wave", wrong)
     alone = compare("llama").checks[0]
     assert not alone.ok
     assert alone.problems == [f"{name}: some logits are not numbers" for name in ("text 0", "ids 1", "text 2")]
