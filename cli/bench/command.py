@@ -80,8 +80,8 @@ def bench(
     The requests of a trace are sent at the times that the trace states. Without a trace, --request-rate or
     --max-concurrency, all requests are sent at once. Each run sends new prompts to a server, so that the server's
     prefix cache does not hold them; --prompt-seed repeats prompts. Ctrl-C ends a run and reports the requests completed
-    by then. The exit code is 1 if a request failed, if no rate meets the SLOs (--find-knee), or if a figure is wrong or
-    this machine was too busy to tell (--self-check).
+    by then. The exit code is 1 if a request failed, if a figure is worse than in a saved run (--against), if no rate
+    meets the SLOs (--find-knee), or if a figure is wrong or this machine was too busy to tell (--self-check).
 
     \b
     Examples:
@@ -93,6 +93,7 @@ def bench(
       llmsched bench demo --compare "fair, fair max_num_batched_tokens=512, fair headroom=0" --rounds 3
       llmsched bench http://localhost:8000 --find-knee --slo-ttft 1s --slo-tpot 100ms
       llmsched bench demo --request-rate 2 --report run.html --save-detailed run.jsonl --csv runs.csv
+      llmsched bench demo --save before.json; llmsched bench demo --against before.json
       llmsched bench demo --profile demo --request-rate 2
       llmsched bench --self-check
       llmsched bench Qwen/Qwen3-8B --simulate h100 --workload azure-code
@@ -112,6 +113,7 @@ def bench(
     plan = RunPlan(
         load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None, modes.one_run
     )
+    earlier = outputs.earlier(plan.workload, measured=simulate is None)
     typed, url = typed_options(context), None if target is None else server_url(target)
     with render.progress_bar() as progress:
         if modes.self_check:
@@ -155,8 +157,8 @@ def bench(
                     )
                 job = bench_target(opening, None, modes, plan, progress)
         result = asyncio.run(job)
-    outputs.give_out(result)
+    as_before = outputs.give_out(result, earlier)
     if result.run is not None and result.run.figures.run.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
-    if not result.well:
+    if not result.well or not as_before:
         raise typer.Exit(1)
