@@ -41,6 +41,7 @@ COMMANDS = {
         ("chat", "chat", "Chat with a model, or with the model of a running server."),
         ("top", "top", "Watch the live figures of a running server."),
         ("explain", "explain", "Show how the time of one request was spent."),
+        ("doctor", "doctor.command", "Say what is wrong with a server or a run, and what to change."),
         ("verify", "verify", "Compare the engine with plain transformers on your own model."),
     )
 }
@@ -72,6 +73,7 @@ Examples:
   llmsched tune demo --slo-ttft 800ms --slo-itl 50ms
   llmsched workload requests.jsonl
   llmsched calibrate demo
+  llmsched doctor
   llmsched verify demo
 
 llmsched COMMAND --help explains a command and its options.

@@ -52,6 +52,13 @@ class DeviceMemory:
         return self.total - self.used_by_others
 
 
+@dataclass(frozen=True, slots=True)
+class GpuDriver:
+    name: str  # of the first visible GPU
+    version: str
+    cuda: str  # newest version of CUDA that the driver supports
+
+
 def prepare_environment() -> None:
     """Set variables that native libraries read when they are loaded, unless the user has set them.
 
@@ -131,6 +138,16 @@ def gpu_memory() -> DeviceMemory | None:
         name = nvml.nvmlDeviceGetName(handle)
         capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
         return DeviceMemory("cuda", name, total, max(0, used - own), others, capability >= _BF16, capability >= _FP8)
+
+
+def gpu_driver() -> GpuDriver | None:
+    """Return the NVIDIA driver of this machine, or None without a driver or a visible GPU."""
+    with _nvml() as nvml:
+        if nvml is None or (handle := _visible_gpu(nvml)) is None:
+            return None
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        name, version = nvml.nvmlDeviceGetName(handle), nvml.nvmlSystemGetDriverVersion()
+        return GpuDriver(name, version, f"{cuda // 1000}.{cuda % 1000 // 10}")
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 import pytest
 from command_line import CommandLine
 
-from llmsched.cli import calibrate, chat, explain, top
+from llmsched.cli import calibrate, chat, explain, top, verify
 from llmsched.cli.bench import command as bench
+from llmsched.cli.bench.report import output_flags
+from llmsched.cli.doctor import command as doctor
 from llmsched.cli.main import COMMANDS, EPILOG, load
 from llmsched.cli.tune import command as tune
 from llmsched.cli.workload import command as workload
@@ -63,11 +65,14 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         *((explain, each) for each in ("_fetch", "read_request")),
         *((chat, each) for each in ("_answer", "_converse")),
         *((top, each) for each in ("_look", "_print_lines")),
+        *((doctor, each) for each in ("_evidence", "system_facts")),
+        (output_flags, "read_report"),
         *(
             (workload, "load_encoder"),
             (build, "build_engine"),
             (calibrate, "open_planner"),
             (parity, "load_for_parity"),
+            (verify, "run_saved"),
         ),
     ):
         monkeypatch.setattr(module, name, reached)
