@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.units import human_seconds
+from llmsched.engine.units import human_seconds, three_figures
 
 if TYPE_CHECKING:
     from llmsched.engine.kv.misses import MissKind
@@ -82,7 +82,7 @@ def status_line(body: Mapping[str, Any]) -> str:
     held = blocks["requests"] + blocks["pinned"]
     parts = [
         f"{requests['running']} running, {requests['waiting']} waiting",
-        f"{body['output_tokens_per_s']:.3g} tokens/s",
+        f"{three_figures(body['output_tokens_per_s'])} tokens/s",
         f"KV {held / blocks['total']:.0%}",
     ]
     if (rate := cache["hit_rate"]) is not None:

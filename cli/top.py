@@ -12,6 +12,7 @@ from llmsched.cli.live_stats import status_line
 from llmsched.cli.options.flags import duration_option
 from llmsched.cli.server_client import DEFAULT_URL, KeyOption, checked, server_client
 from llmsched.engine.errors import LlmschedError, check_range
+from llmsched.engine.units import three_figures
 
 if TYPE_CHECKING:
     import httpx
@@ -125,7 +126,7 @@ def _show(url: str, figures: Mapping[str, Any]) -> None:
         f"waiting; {ended['stop'] + ended['length']} completed, {ended['error']} failed, {ended['abort']} abandoned, "
         f"{ended['deadline']} past their deadline"
     )
-    render.say(f"speed         {figures['output_tokens_per_s']:.3g} output tokens/s")
+    render.say(f"speed         {three_figures(figures['output_tokens_per_s'])} output tokens/s")
     _show_memory(figures)
     rows = [
         (name.upper(), *("-" if value is None else render.human_seconds(value / 1e3) for value in latency.values()))

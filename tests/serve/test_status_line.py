@@ -23,7 +23,7 @@ def test_the_line_tells_the_work_since_the_last_one(make_server: Callable[..., S
     complete(server, "a b c d e f g h " * 8, 20)
     complete(server, "a b c d e f g h " * 8, 20)
     line = meter.line()
-    number = r"[\d.]+"
+    number = r"[\d.,]+"
     assert re.fullmatch(
         rf"0 running, 0 waiting \| {number} tokens/s \| KV 0% \| prefix hits \d+% \| P99 TTFT {number} m?s \| "
         rf"P99 ITL {number} m?s",
