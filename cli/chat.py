@@ -31,7 +31,7 @@ def chat(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL or URL]",
+            metavar="MODEL or URL",
             show_default=f"the server at {DEFAULT_URL}",
             help="http://HOST:PORT of a running server, or a model to load into this process.",
         ),

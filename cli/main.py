@@ -32,7 +32,7 @@ COMMANDS = {
     name: CommandEntry(f"llmsched.cli.{module}", name.replace("-", "_"), summary)
     for name, module, summary in (
         ("serve", "serve.command", "Serve a model over an OpenAI-compatible HTTP API."),
-        ("bench", "bench.command", "Send a load to a server or a model, and measure latency and goodput."),
+        ("bench", "bench.command", "Send a load to a server or a model and measure latency."),
         ("kv-budget", "kv_budget.command", "Work out KV memory and max_num_seqs; needs no GPU."),
         ("tune", "tune.command", "Find the settings that meet your latency targets."),
         ("workload", "workload.command", "Analyse a trace and recommend settings for it."),

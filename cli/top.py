@@ -24,7 +24,7 @@ _BAR_WIDTH = 60
 
 def top(
     url: Annotated[
-        str, typer.Argument(metavar="[URL]", help="http://HOST:PORT of a server that `llmsched serve` runs.")
+        str, typer.Argument(metavar="URL", help="http://HOST:PORT of a server that `llmsched serve` runs.")
     ] = DEFAULT_URL,
     once: Annotated[bool, typer.Option("--once", help="Print the figures once and exit.")] = False,
     interval: Annotated[

@@ -40,7 +40,7 @@ def bench(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL or URL]",
+            metavar="MODEL or URL",
             show_default="$LLMSCHED_MODEL, else demo",
             help="http://HOST:PORT of an OpenAI-compatible server, or a model to run in this process.",
         ),

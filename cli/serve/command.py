@@ -173,7 +173,7 @@ def serve(
       llmsched serve demo --pin-prefix system_prompt.json
 
     \b
-    Then:
+    Then open http://127.0.0.1:8000 in a browser, talk to it with `llmsched chat`, or:
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
