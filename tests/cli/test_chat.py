@@ -15,6 +15,8 @@ from tool_templates import THINKING_TEMPLATE
 
 from llmsched.cli import chat
 from llmsched.cli.serve.access import Access
+from llmsched.engine.config import EngineConfig
+from llmsched.engine.core import Engine
 from llmsched.engine.request import Sequence
 
 pytestmark = pytest.mark.usefixtures("client_key")
@@ -122,9 +124,17 @@ def test_a_failure_is_one_line(
     assert message in command.refused("chat", *filled, "-m", "Hello")
 
 
-def test_a_model_is_served_to_this_process_alone(
-    command: CommandLine, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_served_to_this_process_alone(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = ScriptedServer()
+    for listener in scripted.listeners:
+        listener.close()
+    built: list[EngineConfig] = []
+
+    def build(config: EngineConfig, _: object) -> Engine:
+        built.append(config)
+        return scripted.engine
+
+    monkeypatch.setattr("llmsched.engine.build.build_engine", build)
     seen: list[tuple[str, str | None]] = []
     server_client = chat.server_client
 
@@ -134,10 +144,9 @@ def test_a_model_is_served_to_this_process_alone(
         return server_client(url, key)
 
     monkeypatch.setattr(chat, "server_client", noted)
-    flags = ("--max-tokens", "4", "--dtype", "float32", "--device", "cpu", "--kv-cache-memory-bytes", "1MiB")
-    outcome = command("chat", str(tiny_model("llama")), "-m", "Hello", *flags)
-    assert outcome.code == 0
-    assert outcome.out.strip()
+    outcome = command("chat", "some-model", "-m", "Hello", "--max-tokens", "3", "--dtype", "float32")
+    assert (outcome.code, outcome.out) == (0, "abc\n")
+    assert built == [EngineConfig(model="some-model", dtype="float32")]
     ((url, _),) = seen
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
