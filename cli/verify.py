@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_PARTINGS = 4
 
 
-@with_engine_options(only=("dtype", "quantization", "kv_cache_dtype", "device", "block_size", "model_impl"))
+@with_engine_options(only=("dtype", "quantization", "kv_cache_dtype", "device", "block_size", "model_impl", "lora"))
 @with_options("saved", SavedOutputFlags)
 def verify(
     context: typer.Context,
@@ -61,6 +61,9 @@ def verify(
     on fixed texts and their continuations. With --kv-cache-dtype, transformers' keys and values are rounded in the same
     way, and the report says how much this changes its logits.
 
+    With --lora, all requests use the adapter, and transformers computes the model with the adapter merged into its
+    weights.
+
     --save keeps the engine's outputs, and --against compares with them later. Each position is compared after the saved
     tokens before it. The exit code is 1 if the mean KL divergence per token exceeds --max-kl.
 
@@ -70,6 +73,7 @@ def verify(
       llmsched verify Qwen/Qwen3-8B --device cuda --num-tokens 64
       llmsched verify Qwen/Qwen3-8B --quantization int4
       llmsched verify demo --kv-cache-dtype fp8
+      llmsched verify ./my-model --lora sql=./sql-adapter
       llmsched verify ./my-model --json
       llmsched verify demo --save before.json
       llmsched verify demo --against before.json --max-kl 0.001
@@ -98,6 +102,7 @@ def _as_dict(subject: LoadedModel, report: ParityReport) -> dict[str, Any]:
     return {
         "ok": report.ok,
         "model": subject.info.name,
+        "lora": subject.lora and subject.lora[0],
         "device": subject.device,
         "dtype": _name(subject.dtype),
         "kv_cache_dtype": _name(subject.kv_dtype),
@@ -139,7 +144,10 @@ def _show(subject: LoadedModel, report: ParityReport) -> None:
     ]
     columns = ("check", "result", "tokens", "detail", "max |logit difference|", "tolerance")
     kv = f" with KV in {_name(subject.kv_dtype)}" if report.rounding else ""
-    where = f"{subject.info.name} in {_name(subject.dtype)}{kv} on {subject.device}, {report.model_impl} layers"
+    name = subject.info.name
+    if subject.lora:
+        name += f" with adapter {subject.lora[0].partition('=')[0]}"
+    where = f"{name} in {_name(subject.dtype)}{kv} on {subject.device}, {report.model_impl} layers"
     render.table(f"{where}, compared with plain transformers", columns, rows, text_columns=4)
     render.say(f"tolerance   {report.tolerance.rule}")
     render.say(f"            transformers itself differs by {report.spread:.2g} with and without its KV cache")

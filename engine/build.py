@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from llmsched.engine.architecture.adapter_files import read_adapters
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, check_kv_dtype, planned_kv_dtype
 from llmsched.engine.architecture.shape import model_shape
 from llmsched.engine.config import LIMITS, EngineConfig, ResolvedConfig, check_limits
@@ -38,7 +39,7 @@ RESERVING = frozenset(
     {
         *("model", "dtype", "kv_cache_dtype", "quantization", "device", "max_model_len", "block_size"),
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space", "model_impl"),
-        "enforce_eager",
+        *("enforce_eager", "lora"),
     }
 )
 
@@ -59,12 +60,16 @@ def build_engine(
 ) -> Engine:
     """Load `config.model`, reserve its memory and return the engine. Settings are checked before weights are read.
 
-    `served_model_name` is the model's name in metrics (None: the name in ModelInfo). Raises ModelError for a model that
-    cannot be loaded or served, and ConfigError for a setting that does not suit the model or the device.
+    `served_model_name` is the model's name in metrics (None: the name in ModelInfo). Raises ModelError for a model or
+    an adapter that cannot be loaded or served, and ConfigError for a setting that does not suit model or device.
     """
+    adapters = read_adapters(config.lora)
     with _importing():
         opened = open_model(config, progress)
         import llmsched.engine.executor.torch_executor  # noqa: F401  # the rest of transformers
+    name = served_model_name or opened.info.name
+    if any(adapter.name == name for adapter in adapters):
+        raise ConfigError("lora", f"{name} is the name of the model; give the adapter another one")
     dtype = str(opened.dtype).removeprefix("torch.")
     dtype_bytes = DTYPE_BYTES[dtype]
     path = opened.source.path if opened.source.kind == "directory" else None
@@ -87,7 +92,7 @@ def build_engine(
     # the cuBLAS handle of a thread that has ended on to the next thread, here the engine's.
     executor, plan = in_a_thread(lambda: _load(opened, config, resolved, plan, swap, progress), "llmsched-warm-up")
     resolved = replace(plan.resolve(config, dtype, kv_dtype), model_impl=executor.model_impl)
-    metrics = EngineMetrics(served_model_name or opened.info.name, plan.block_size, plan.num_blocks, metrics_prefix)
+    metrics = EngineMetrics(name, plan.block_size, plan.num_blocks, metrics_prefix)
     kv = make_kv(resolved, plan.num_blocks, swap, plan.layout)
     return Engine(resolved, opened.info, opened.tokenizer, executor, kv, plan=plan, metrics=metrics)
 
@@ -120,6 +125,7 @@ def _load(
     On a GPU, the plan gets the number of blocks that fits beside the measured weights, activations and graphs.
     """
     from llmsched.engine.executor.torch_executor import TorchExecutor
+    from llmsched.engine.model.adapters import Adapters
     from llmsched.engine.model.kv_scales import KV_TYPES
 
     with _within_memory(
@@ -133,6 +139,7 @@ def _load(
     with _within_memory(
         plan, "reserving KV blocks", f"lower {_FOR_BLOCKS[plan.device.kind]} (or {setting('swap_space')})"
     ):
+        adapters = read_adapters(resolved.lora)
         executor = TorchExecutor(
             model,
             num_blocks=min(plan.num_blocks, WARMUP_BLOCKS) if measures else plan.num_blocks,
@@ -143,6 +150,7 @@ def _load(
             num_host_blocks=0 if measures else swap.num_blocks,
             layout=plan.layout,
             model_impl=resolved.model_impl,
+            adapters=Adapters.fit(model, adapters) if adapters else None,
             logits_bytes=logits_limit(plan.device.total),
             checkpoint_scales=opened.kv_scales() if plan.kv_dtype_bytes == 1 else {},
         )
@@ -182,7 +190,7 @@ def _fit(
     context = max(0, executor.used_bytes() - executor.reserved_bytes() - plan.device.used_by_others)
     # What torch keeps after the warm-up, such as workspaces of libraries, was counted with the activations.
     activations = max(plan.activation_bytes, measured.activations or 0)
-    kept = executor.reserved_bytes() - measured.weights - executor.kv_cache_bytes
+    kept = executor.reserved_bytes() - measured.weights - plan.adapter_bytes - executor.kv_cache_bytes
     activations -= min(max(0, kept), activations)
     progress("measuring memory", 1, 1)
     graphs = None if config.enforce_eager else executor.capture(rows, plan.max_model_len, progress)

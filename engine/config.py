@@ -6,8 +6,9 @@ The command line, profiles and error messages are generated from these fields, s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from llmsched.engine.errors import ConfigError, setting
@@ -88,6 +89,11 @@ class EngineConfig:
         "what computes the layers: fused, a few large operations per layer, for most models; transformers, the code of "
         "that library, for models that use its attention interface; auto is fused if it knows the model",
         choices=get_args(ModelImplementation),
+    )
+    lora: tuple[str, ...] | None = knob(
+        None,
+        "serve the LoRA adapter in the directory DIR, where peft saved it, as a model of this NAME; repeatable: one "
+        "batch may use several adapters",
     )
     max_model_len: int | None = knob(
         None, "most tokens in one request, prompt plus output; default: the model's limit", unit="tokens", low=1
@@ -206,6 +212,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for f in fields(EngineConfig):
             check_knob(f.name, getattr(self, f.name), f.metadata)
+        adapter_directories(self.lora)
         if self.headroom > self.max_headroom:
             raise ConfigError(
                 "headroom", f"{self.headroom} is above {setting('max_headroom')} {self.max_headroom}; raise that too"
@@ -287,6 +294,25 @@ def _no_effect(name: str, given: Mapping[str, Any], beside: str) -> ConfigError:
     return ConfigError(name, f"{given[name]} has no effect with {beside}; leave one of them out")
 
 
+def adapter_directories(lora: Sequence[str] | None) -> dict[str, Path]:
+    """Return the directory of each adapter in the setting `lora`, by the adapter's name, in the given order.
+
+    Raises ConfigError unless each item is NAME=DIR with a name of its own and an existing directory.
+    """
+    directories: dict[str, Path] = {}
+    for item in lora or ():
+        name, _, directory = item.partition("=")
+        path = Path(directory).expanduser()
+        if not name.strip() or not directory or not name.isprintable():
+            raise ConfigError("lora", f"{item!r} is not NAME=DIR, such as sql=./sql-adapter")
+        if name in directories:
+            raise ConfigError("lora", f"two adapters have the name {name!r}; give each its own")
+        if not path.is_dir():
+            raise ConfigError("lora", f"{name}: there is no directory {directory}")
+        directories[name] = path
+    return directories
+
+
 def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
     """Raise ConfigError if `value` is not one of the choices in `rule`, or is a number outside its range.
 
@@ -296,7 +322,7 @@ def check_knob(name: str, value: Any, rule: Mapping[str, Any]) -> None:
         return
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigError(name, f"{value!r} is not one of {', '.join(rule['choices'])}")
-    if isinstance(value, str):
+    if isinstance(value, str | tuple):
         return
     low, high = rule["low"], rule["high"]
     unit = f" {rule['unit']}" if rule["unit"] else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, ParamSpec, Unpack
 
-from llmsched.engine.config import Limits, ResolvedConfig
+from llmsched.engine.config import Limits, ResolvedConfig, adapter_directories
 from llmsched.engine.errors import DeadlineError, RequestError
 from llmsched.engine.executor.base import Executor
 from llmsched.engine.grammar.compiler import GrammarCompiler, Vocabulary
@@ -22,7 +22,15 @@ from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.output import OutputStream
 from llmsched.engine.prompt_changes import PromptChanges
-from llmsched.engine.request import MAX_N, FinishReason, Request, RequestOutput, SamplingParams
+from llmsched.engine.request import (
+    MAX_N,
+    NO_ADAPTER,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    prefix_key,
+)
 from llmsched.engine.request_summary import MAX_SUMMARIES, RequestSummary, slowest
 from llmsched.engine.scheduler.deadlines import Deadlines
 from llmsched.engine.scheduler.ledger import Entry
@@ -54,7 +62,7 @@ class Engine(StepLoop):
     """Engine that serves a model: `add_request(...)` queues requests, and each call of `step()` computes one step.
 
     Not thread-safe; AsyncEngine runs an Engine in a thread. Any thread may read the attributes that never change:
-    `config`, `model`, `tokenizer`, `plan` and `metrics`.
+    `config`, `model`, `adapters`, `tokenizer`, `plan` and `metrics`.
     """
 
     def __init__(
@@ -71,6 +79,8 @@ class Engine(StepLoop):
     ) -> None:
         super().__init__(config, kv, executor, clock)
         self.model = model
+        #: Names of the LoRA adapters that requests can use.
+        self.adapters = tuple(adapter_directories(config.lora))
         self.tokenizer = tokenizer
         self.plan = plan
         self.metrics = metrics or EngineMetrics(model.name, config.block_size, kv.pool.num_blocks)
@@ -122,20 +132,22 @@ class Engine(StepLoop):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
         arrival_time: float | None = None,
         deadline: float = math.inf,
         limit_queue: bool = True,
     ) -> None:
         """Queue a request. Each of its n choices becomes a sequence. If an error is raised, nothing is queued.
 
-        `arrival_time` (default: now) and `deadline` are in seconds of the engine's clock. A choice that cannot end by
-        the deadline is dropped with FinishReason.DEADLINE. Raises RequestError for a request that can
-        never be served or whose `request_id` is in use. With `limit_queue`, raises QueueFullError if more than
-        max_queue_size sequences would wait.
+        `adapter` is one of `adapters` (None: the model as it is). `arrival_time` (default: now) and `deadline` are in
+        seconds of the engine's clock. A choice that cannot end by the deadline is dropped with FinishReason.DEADLINE.
+        Raises RequestError for a request that can never be served, for an unknown adapter, or if `request_id` is in
+        use. With `limit_queue`, raises QueueFullError if more than max_queue_size sequences would wait.
         """
         if request_id in self.open_sequences:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, sampling)
+        number = self.adapter_index(adapter)
         if limit_queue:
             self.check_queue(len(self.scheduler.waiting), sampling.n)
         arrival = self.clock() if arrival_time is None else arrival_time
@@ -152,6 +164,7 @@ class Engine(StepLoop):
                     # The first choice uses the request's seed unchanged, so that its output does not depend on n.
                     seed=(seed + index * _GOLDEN_RATIO) & _SEED_MASK,
                     stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
+                    adapter=number,
                     arrival_time=arrival,
                     priority=priority,
                     cache_salt=cache_salt,
@@ -167,6 +180,14 @@ class Engine(StepLoop):
         self.open_sequences[request_id] = names
         self.recorder.prompt_tokens += len(prompt_token_ids)
         self.observe(self.recorder.update)
+
+    def adapter_index(self, name: str | None) -> int:
+        """Return the index of an adapter, NO_ADAPTER for None. Raises RequestError for an unknown name."""
+        if name is None:
+            return NO_ADAPTER
+        if name not in self.adapters:
+            raise RequestError("model", f"there is no adapter {name!r}; there are {', '.join(self.adapters) or 'none'}")
+        return self.adapters.index(name)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request in any state. Return the last output of each choice that had not ended."""
@@ -189,6 +210,7 @@ class Engine(StepLoop):
         deadline: float,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> None:
         """Raise DeadlineError if the first tokens of requests with these prompts are predicted after `deadline`."""
         now = self.clock()
@@ -200,6 +222,7 @@ class Engine(StepLoop):
                 SamplingParams(max_tokens=max_tokens),
                 seed=0,
                 stop_ids=frozenset(),
+                adapter=self.adapter_index(adapter),
                 arrival_time=now,
                 priority=priority,
                 cache_salt=cache_salt,
@@ -350,11 +373,13 @@ class PrefixAdmin:
         self._kv.pool.drop_cached()
         self._engine.observe(self._engine.recorder.update)
 
-    def pin(self, token_ids: list[int], *, cache_salt: str = "", ttl: float | None = None) -> PinState:
+    def pin(
+        self, token_ids: list[int], *, cache_salt: str = "", adapter: str | None = None, ttl: float | None = None
+    ) -> PinState:
         """Keep the KV of a prefix's whole blocks for `ttl` seconds (None: until `unpin(...)`).
 
         The next steps compute the tokens that are not cached yet. Raises RequestError if the prefix is shorter than a
-        block, if there is no room for the pin, or if prefix caching is off.
+        block, if there is no room for the pin, if prefix caching is off, or for an unknown adapter.
         """
         engine = self._engine
         if not engine.config.enable_prefix_caching:
@@ -362,12 +387,18 @@ class PrefixAdmin:
         sampling = SamplingParams(max_tokens=0)
         engine.check(token_ids, sampling)
         engine.scheduler.expire_pins()
-        pin = self._kv.pins.pin(token_ids, cache_salt, ttl, engine.clock())
+        key = prefix_key(engine.adapter_index(adapter), cache_salt)
+        pin = self._kv.pins.pin(token_ids, key, ttl, engine.clock())
         name = f"{pin.pin_id} of this engine"
         if pin.num_written_tokens < pin.num_tokens and name not in engine.open_sequences:
             try:
                 engine.add_request(
-                    name, token_ids[: pin.num_tokens], sampling, cache_salt=cache_salt, limit_queue=False
+                    name,
+                    token_ids[: pin.num_tokens],
+                    sampling,
+                    cache_salt=cache_salt,
+                    adapter=adapter,
+                    limit_queue=False,
                 )
             except Exception:
                 engine.scheduler.unpin(pin.pin_id)

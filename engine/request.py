@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from llmsched.engine.errors import RequestError
 
@@ -20,6 +20,12 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 SEED_LIMIT = 1 << 63
+#: Adapter of a sequence that uses the model as it is.
+NO_ADAPTER = -1
+
+#: Key of a prefix cache: only requests with equal keys share KV. It is the cache_salt of a request without an adapter,
+#: else the adapter and the cache_salt.
+PrefixKey: TypeAlias = str | tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,10 @@ def within(name: str, value: float, low: float, high: float | None, param: str |
         raise RequestError(param or name, f"{name} is {value}; allowed is {span}")
 
 
+def prefix_key(adapter: int, cache_salt: str) -> PrefixKey:
+    return cache_salt if adapter == NO_ADAPTER else (adapter, cache_salt)
+
+
 class RequestStatus(StrEnum):
     """State of a sequence. A SWAPPED sequence waits like a WAITING sequence, with its KV in host memory."""
 
@@ -122,6 +132,7 @@ class Sequence:
     sampling: SamplingParams
     seed: int  # combines the request's seed and the index of the choice
     stop_ids: frozenset[int]  # the first output token in this set ends the sequence
+    adapter: int = NO_ADAPTER  # index of a LoRA adapter
     #: Tokens (0 or 1) at the end that a launched step samples; num_tokens counts them.
     num_pending_tokens: int = field(default=0, init=False)
     #: State of the sampling's grammar after the output in `token_ids`.
@@ -170,6 +181,10 @@ class Request(Sequence):
     block_table: BlockTable | None = None
     swapped: SwappedKV | None = None  # KV in host memory, while the request waits
     encoded: bytes = b""  # token ids as bytes, while the request waits
+
+    @property
+    def prefix_key(self) -> PrefixKey:
+        return prefix_key(self.adapter, self.cache_salt)
 
     @property
     def table(self) -> BlockTable:

@@ -94,12 +94,14 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
         deadline: float = math.inf,
     ) -> RequestStream:
         """Hand a request to the engine and return the stream of its outputs.
 
-        Raises RequestError for a request that can never be served or whose `request_id` is in use, QueueFullError if
-        too many requests wait, and EngineDeadError if the engine has failed or is draining.
+        `adapter` is one of the engine's adapters (None: the model as it is). Raises RequestError for a request that can
+        never be served, for an unknown adapter, or if `request_id` is in use, QueueFullError if too many requests wait,
+        and EngineDeadError if the engine has failed or is draining.
         """
         if self.error is not None:
             raise EngineDeadError(f"the engine has stopped: {self.error}")
@@ -108,6 +110,7 @@ class AsyncEngine:
         if request_id in self._streams:
             raise RequestError("request_id", f"{request_id!r} is in use by a request that has not ended")
         self.core.check(prompt_token_ids, sampling)
+        self.core.adapter_index(adapter)
         with self._queue_lock:
             self.check_queue(sampling.n)
             self._num_submitted += sampling.n
@@ -130,6 +133,7 @@ class AsyncEngine:
                     sampling,
                     priority=priority,
                     cache_salt=cache_salt,
+                    adapter=adapter,
                     arrival_time=arrival_time,
                     deadline=deadline,
                     limit_queue=False,

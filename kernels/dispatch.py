@@ -79,6 +79,11 @@ def prepare_attention(
     return works
 
 
+def prepare_lora(adapters: Int32, num_adapters: int, device: torch.device, put: Put) -> Any:
+    """Compute `reference.prepare_lora` with the backend of `device`."""
+    return load_backend(backend_name(device.type)).prepare_lora(adapters, num_adapters, put)
+
+
 def write_kv(
     key: Tensor,
     value: Tensor,

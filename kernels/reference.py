@@ -25,6 +25,8 @@ from llmsched.kernels.activations import Activation as Activation
 from llmsched.kernels.experts import route as route
 from llmsched.kernels.experts import run_experts as run_experts
 from llmsched.kernels.fp8 import as_bytes, restored, stored
+from llmsched.kernels.lora import add_lora as add_lora
+from llmsched.kernels.lora import prepare_lora as prepare_lora
 from llmsched.kernels.packed_matrix import PackedMatrix
 
 Int32 = npt.NDArray[np.int32]

@@ -21,7 +21,7 @@ from llmsched.engine.memory.remedies import MemoryDemand, config_for_demand, lon
 from llmsched.engine.memory.vllm_profile import VLLM_PROFILES
 from llmsched.engine.model.support import refusal
 
-KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom")
+KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom", "lora")
 
 
 @with_engine_options(only=KNOBS)
@@ -44,9 +44,12 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
       llmsched kv-budget ./config.json --gpu-memory 24GiB --lengths trace.csv --json
       llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --emit vllm
       llmsched kv-budget Qwen/Qwen3-8B --simulate h100 --users 64 --context 4k
+      llmsched kv-budget ./model --gpu l4 --lora sql=./sql-adapter
     """
     spec = resolve_model(model)
     options.check()
+    if "lora" in engine_options.given and not options.emit == options.simulate is None:
+        raise ConfigError("lora", "is for a plan of `llmsched serve`; leave it out, or leave out --emit and --simulate")
     try:
         analyses = _analyses(spec, options, engine_options)
     except ConfigError as problem:

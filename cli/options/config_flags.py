@@ -6,7 +6,7 @@ import difflib
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -57,9 +57,10 @@ def with_engine_options(
     for knob in knobs:
         parse, metavar = _parser(knob, types[knob.name])
         parser = None if parse is None else typed(parse)
+        kind: Any = list[str] if _is_list(types[knob.name]) else types[knob.name]
         option = typer.Option(help=_help(knob), parser=parser, metavar=metavar, show_default=False)
         # The default None means "not given".
-        options.append(option_parameter(knob.name, Annotated[types[knob.name] | None, option]))
+        options.append(option_parameter(knob.name, Annotated[kind | None, option]))
     return replace_keyword("engine_options", options, _options)
 
 
@@ -76,6 +77,8 @@ def serve_command(model: str | None, knobs: Mapping[str, Any]) -> str:
     for name, value in knobs.items():
         if isinstance(value, bool):
             words.append(flag(name) if value else flag(f"no_{name}"))
+        elif isinstance(value, tuple):
+            words += [word for each in value for word in (flag(name), each)]
         elif value is not None:
             words += [flag(name), str(value)]
     return shlex.join(words)
@@ -84,6 +87,7 @@ def serve_command(model: str | None, knobs: Mapping[str, Any]) -> str:
 def _options(flags: Mapping[str, Any]) -> EngineOptions:
     automatic = frozenset(name for name in flags if name in _TAKES_AUTO and flags[name] == AUTO)
     given = {name: value for name, value in flags.items() if value is not None and name not in automatic}
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     for name, value in given.items():
         check_knob(name, value, EngineConfig.knob_rule(name))
     check_together(given)
@@ -94,6 +98,8 @@ def _parser(knob: Field[Any], annotation: Any) -> tuple[Callable[[str], Any] | N
     low, high, unit = knob.metadata["low"], knob.metadata["high"], knob.metadata["unit"]
     if knob.name in _TAKES_AUTO:
         return context_length, "TOKENS|auto"
+    if _is_list(annotation):
+        return None, "NAME=DIR"
     if unit == "bytes":
         return size_or_zero if low == 0 else size, "SIZE"
     if unit == "seconds":
@@ -111,6 +117,8 @@ def knob_value(name: str, text: str) -> Any:
         hint = f"did you mean {' or '.join(near)}?" if near else f"the settings are {', '.join(sorted(known))}"
         raise ConfigError(name, f"is not an engine setting; {hint}")
     annotation = get_type_hints(EngineConfig)[name]
+    if _is_list(annotation):
+        return (text,)
     parse = _parser(known[name], annotation)[0]
     if parse is None and annotation is bool:
         parse = switch
@@ -127,6 +135,10 @@ def knob_value(name: str, text: str) -> Any:
         return None
     check_knob(name, value, known[name].metadata)
     return value
+
+
+def _is_list(annotation: Any) -> bool:
+    return any(get_origin(each) is tuple for each in get_args(annotation))
 
 
 def _help(knob: Field[Any]) -> str:

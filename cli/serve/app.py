@@ -51,6 +51,7 @@ from llmsched.cli.serve.sse_response import EventStream
 from llmsched.cli.serve.stats_routes import health_body, slowest_route, stats_route
 from llmsched.cli.serve.tokenize_routes import DetokenizeRequest, TokenizeRequest, tokenize_routes
 from llmsched.cli.serve.web_page import web_page_route
+from llmsched.engine.config import adapter_directories
 from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError
 from llmsched.engine.request import ChoiceRecord
 from llmsched.engine.service import AsyncEngine
@@ -68,6 +69,8 @@ _MODEL_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest)
 #: Bodies up to this size are parsed at once; larger ones take turns.
 _SMALL_BYTES = 64 << 10
+#: Most names that the error for an unknown model lists.
+MAX_NAMES = 8
 
 
 def build_app(
@@ -165,13 +168,12 @@ def _model_routes(served: _ServedModel) -> APIRouter:
     @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [served.card()]})
+        return json_response({"object": "list", "data": [served.card(name) for name in served.names]})
 
     @router.head("/v1/models/{name:path}", include_in_schema=False)
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        served.check_model(name)
-        return json_response(served.card())
+        return json_response(served.card(served.chosen(name)))
 
     @router.get("/version")
     async def show_version() -> Response:
@@ -216,24 +218,38 @@ class _ServedModel:
         self._created = int(time.time())
         self._turns = PreparationTurns(is_serving=lambda: engine.num_open > 0)
 
-    def card(self) -> dict[str, Any]:
+    @property
+    def names(self) -> list[str]:
+        """Names of the model and of its LoRA adapters."""
+        return [self._model_name, *self._engine.core.adapters]
+
+    def card(self, name: str) -> dict[str, Any]:
+        config = self._engine.core.config
+        directory = adapter_directories(config.lora).get(name)
         return {
-            "id": self._model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "llmsched",
-            "max_model_len": self._engine.core.config.max_model_len,
+            "root": config.model if directory is None else str(directory),
+            "parent": None if directory is None else self._model_name,
+            "max_model_len": config.max_model_len,
         }
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 unless `name` is the served model or None (the field was left out)."""
-        if name is not None and name != self._model_name:
+    def chosen(self, name: str | None) -> str:
+        """Return the served name that a request asks for (None: the model's). Raises ApiError 404 for any other."""
+        if name is None:
+            return self._model_name
+        if name not in self.names:
+            served = ", ".join(map(repr, self.names[:MAX_NAMES]))
+            more = f" and {len(self.names) - MAX_NAMES} more" if len(self.names) > MAX_NAMES else ""
             raise ApiError(
                 404,
-                f"model {name[:200]!r} is not served here; this server has {self._model_name!r}",
+                f"model {name[:200]!r} is not served here; this server has {served}{more}",
                 param="model",
                 code="model_not_found",
             )
+        return name
 
     async def prepare(self, http: Request, schema: type[R], steps: Callable[[R], Iterator[T]]) -> tuple[R, list[T]]:
         """Read a request from the body. Return it and the items of `steps(request)`, which are collected in threads.
@@ -249,7 +265,7 @@ class _ServedModel:
             yield parse(schema, body, self.limits.max_choices, max_values)
 
         (request,) = await self._turns.collect(parsed(), large=True) if large else parsed()
-        self.check_model(request.model)
+        self.chosen(request.model)
         large = large or self.preparer.is_large(request)
         return request, await until_disconnect(http.receive, self._turns.collect(steps(request), large=large))
 
@@ -292,6 +308,7 @@ class _ServedModel:
         make_response: Callable[[AsyncEngine, F, str, RequestContext], CompletionResponse],
     ) -> Response:
         request, headers = choice_format.request, http.headers
+        model_name = self.chosen(request.model)
         key: ApiKey | None = http.state.api_key
 
         def on_end(answer_id: str, records: list[ChoiceRecord]) -> None:
@@ -303,7 +320,7 @@ class _ServedModel:
                     context.request_id,
                     answer_id,
                     path,
-                    self._model_name,
+                    model_name,
                     name,
                     streamed,
                     records,
@@ -320,8 +337,8 @@ class _ServedModel:
             on_end,
         )
         if context.deadline < math.inf:
-            await self._check_deadline(choice_format, context)
-        response = make_response(self._engine, choice_format, self._model_name, context)
+            await self._check_deadline(choice_format, model_name, context)
+        response = make_response(self._engine, choice_format, model_name, context)
         self.answer_ids.add(http.state.request_id, response.id)
         limits: dict[str, str] = {}
         if key is not None:
@@ -332,7 +349,7 @@ class _ServedModel:
             return EventStream(response.events, response.abort, self.limits.sse_keep_alive, limits)
         return json_response(await until_disconnect(http.receive, response.whole()), headers=limits)
 
-    async def _check_deadline(self, choice_format: ChoiceFormat, context: RequestContext) -> None:
+    async def _check_deadline(self, choice_format: ChoiceFormat, model_name: str, context: RequestContext) -> None:
         """Raise DeadlineError if the first token is predicted to miss the deadline."""
         prompts = choice_format.prompts
         await self._engine.call(
@@ -342,5 +359,6 @@ class _ServedModel:
                 deadline=context.deadline,
                 priority=context.priority,
                 cache_salt=choice_format.request.cache_salt or "",
+                adapter=model_name if model_name in core.adapters else None,
             )
         )

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from llmsched.cli import render
+from llmsched.engine.architecture.adapter_files import AdapterFiles, read_adapters
 from llmsched.engine.core import Engine
 from llmsched.engine.memory.graph_memory import CapturedGraphs
 from llmsched.engine.memory.plan import MemoryPlan, Reconciled, reconcile
@@ -68,6 +70,8 @@ def start_rows(
         wide = f"; not quantised: {', '.join(engine.plan.wide_parts)}" if engine.plan.wide_parts else ""
         computed += f", quantised weights ({', '.join(engine.plan.packed_types)}{wide})"
     rows = [("model", f"{model.name} ({model.architecture}){served}, {computed}")]
+    if adapters := read_adapters(config.lora):
+        rows.append(("adapters", _adapters_text(adapters, engine.plan)))
     if profile is not None:
         rows.append(("profile", profile))
     if engine.plan is not None:
@@ -85,6 +89,12 @@ def start_rows(
     if notation is not None:
         rows.append(("chats", notation.describe()))
     return rows
+
+
+def _adapters_text(adapters: Sequence[AdapterFiles], plan: MemoryPlan | None) -> str:
+    named = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in adapters)
+    memory = "" if plan is None else f"{human_bytes(plan.adapter_bytes)}; "
+    return f"{named}: {memory}the field model of a request chooses one (lora)"
 
 
 def _memory_rows(plan: MemoryPlan, kv_type: str) -> list[tuple[str, str]]:

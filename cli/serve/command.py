@@ -171,6 +171,7 @@ def serve(
       llmsched serve ./model --max-model-len 8192 --max-num-batched-tokens 512
       llmsched serve demo --profile demo
       llmsched serve demo --pin-prefix system_prompt.json
+      llmsched serve ./model --lora sql=./sql-adapter --lora chat=./chat-adapter
 
     \b
     Then open http://127.0.0.1:8000 in a browser, talk to it with `llmsched chat`, or:

@@ -30,6 +30,7 @@ def engine_ids(request_id: str, num_prompts: int) -> list[str]:
 class CompletionResponse:
     """Response to a request for completions or chat, whole or as events. Each prompt is sent to the engine.
 
+    `model_name` is the name of the served model, or of one of its adapters, which then computes the answer.
     If the engine refuses a prompt, the constructor aborts the others and raises RequestError, QueueFullError or
     EngineDeadError. If the answer fails or is cancelled, `whole()` and `events(...)` abort the prompts that are still
     running.
@@ -68,6 +69,7 @@ class CompletionResponse:
                     priority=context.priority,
                     cache_salt=request.cache_salt or "",
                     deadline=context.deadline,
+                    adapter=model_name if model_name in engine.core.adapters else None,
                 )
                 stream.ready, stream.on_end = self._ready, self._end
                 self._streams.append(stream)

@@ -48,8 +48,7 @@ def prefix_cache_routes(
             raise EngineDeadError("the server is shutting down and takes no new requests")
         request, (token_ids,) = await prepare(http, PrefixRequest, preparer.prefix)
         try:
-            salt = request.cache_salt or ""
-            state = await engine.call(lambda core: core.prefixes.pin(token_ids, cache_salt=salt, ttl=request.ttl))
+            state = await engine.call(lambda core: _pin(core, token_ids, request))
         except RequestError as error:
             given = "prompt" if request.messages is None else "messages"
             raise RequestError(error.param if error.param == "ttl" else given, str(error), error.code) from error
@@ -97,6 +96,11 @@ def cache_body(stats: EngineStats, block_size: int, change: PromptChange | None)
     }
 
 
+def _pin(engine: Engine, token_ids: list[int], request: PrefixRequest) -> PinState:
+    adapter = request.model if request.model in engine.adapters else None
+    return engine.prefixes.pin(token_ids, cache_salt=request.cache_salt or "", adapter=adapter, ttl=request.ttl)
+
+
 def _pin_body(pin: PinState) -> dict[str, Any]:
     """Return a pin as JSON: its length and its cached part in tokens, and the seconds until it expires."""
     return {
@@ -135,7 +139,7 @@ def pin_prefixes(engine: Engine, files: Sequence[tuple[Path, PrefixRequest]]) ->
     for path, request in files:
         try:
             (token_ids,) = preparer.prefix(request)
-            pin = engine.prefixes.pin(token_ids, cache_salt=request.cache_salt or "", ttl=request.ttl)
+            pin = _pin(engine, token_ids, request)
         except RequestError as error:
             raise ConfigError("pin_prefix", f"{path}: {error.message}") from error
         render.note(f"{path}: the first {pin.num_tokens} of {len(token_ids)} tokens are pinned as {pin.pin_id}")

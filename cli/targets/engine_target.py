@@ -53,6 +53,7 @@ class EngineTarget:
         self.encode: TextEncoder | None = TokenizerEncoder(engine.core.tokenizer)
         self.meter: KVMeter | None = KVMeter()
         self._engine = engine
+        self._adapters = engine.core.adapters or (None,)  # requests use them in turn
         engine.core.on_step = self.meter
 
     async def send(self, request: PlannedRequest, record: RequestRecord) -> None:
@@ -64,7 +65,8 @@ class EngineTarget:
         record.sent = now()
         try:
             record.request_id = f"bench-{next(self._numbers)}"
-            stream = self._engine.submit(record.request_id, token_ids, sampling)
+            adapter = self._adapters[request.index % len(self._adapters)]
+            stream = self._engine.submit(record.request_id, token_ids, sampling, adapter=adapter)
             async with stream:
                 async for output in stream:
                     record.chunks.append(Chunk(now(), output.text, len(output.token_ids)))

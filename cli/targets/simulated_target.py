@@ -52,6 +52,8 @@ def make_blueprint(
     """
     if quantization is not None and device == LOCAL:
         raise ConfigError("quantization", "applies to a simulated GPU; local serves the model as it is")
+    if config.lora:
+        raise ConfigError("lora", "has no effect on the simulated time of a step; leave it out")
     planner = open_planner(config.model, progress, quantization=quantization)
     return local_blueprint(planner, config) if device == LOCAL else gpu_blueprint(planner, config, device)
 

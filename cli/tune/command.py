@@ -36,7 +36,7 @@ _FIXED = frozenset({"headroom", "target_itl"})
 _MOST_TOKENS = EngineConfig.knob_rule("max_num_batched_tokens")["high"]
 
 
-@with_engine_options(exclude=("seed",))
+@with_engine_options(exclude=("seed", "lora"))
 @with_slo_options
 @with_load_options(num_prompts=32, input_len=128, output_len=32, max_concurrency=4)
 def tune(

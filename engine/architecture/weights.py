@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+#: Floating-point types of weights in safetensors files.
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER = 100_000_000  # limit of the safetensors library
 
 #: Patterns that classify the tensors of a built model by name.
@@ -219,7 +220,7 @@ def _settings(fields: Fields) -> Mapping[str, Any]:
 def _from_headers(
     files: list[Path], dtype_bytes: int, fields: Fields, *, packed: bool, rounding: str | None
 ) -> Weights:
-    stored = {name: tensor for file in files for name, tensor in _header(file).items()}
+    stored = {name: tensor for file in files for name, tensor in safetensors_header(file).items()}
     settings, matrices = _settings(fields), list[QuantisedMatrix]()
     if settings and packed and refusal_of_format(settings) is None:
         found, parts = read_matrices(stored, settings, str(files[0].parent))
@@ -232,7 +233,7 @@ def _from_headers(
     sizes = {matrix.weight: math.prod(matrix.shape) * dtype_bytes for matrix in matrices}
     sizes |= {matrix.weight: matrix.packed_bytes for matrix in kept}
     for name, tensor in stored.items():
-        is_float = tensor.dtype in _FLOATS
+        is_float = tensor.dtype in FLOATS
         chosen = format_of(name, tensor.shape, rounding, fields.model_type) if rounding and is_float else None
         sizes[name] = tensor.size if not is_float else math.prod(tensor.shape) * dtype_bytes
         if chosen is not None:
@@ -251,7 +252,7 @@ def _from_headers(
     notes = [f"matrices in {', '.join(codes)} stay quantised"] if kept else []
     if len(matrices) > len(kept):
         notes.append(_DENSE_EXPERTS)
-    if other := sorted({tensor.dtype for tensor in stored.values()} - _FLOATS):
+    if other := sorted({tensor.dtype for tensor in stored.values()} - FLOATS):
         notes.append(f"tensors of type {', '.join(other)} count as stored")
     if left_out:
         notes.append(f"{human_bytes(left_out)} of the files are for multi-token prediction (MTP) and are not loaded")
@@ -261,7 +262,7 @@ def _from_headers(
     return Weights(count, "safetensors", True, tuple(notes), packed_types=packed_types, wide_parts=of_wide)
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def safetensors_header(file: Path) -> dict[str, Stored]:
     """Return the tensors in a safetensors file. Raises ModelError if it is damaged."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.executor.base import ScheduledRow
+from llmsched.engine.request import NO_ADAPTER
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -29,6 +30,7 @@ class PackedBatch:
     sampling_rows: list[int]  # rows for which a token is sampled
     pending_rows: list[int]  # rows that end with a pending token
     prompt_counts: list[int]  # per row, how many of its first tokens predict prompt tokens
+    adapters: Int32 | None  # [T], adapter of each token, -1 for none; None if no row has an adapter
 
 
 def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None) -> PackedBatch:
@@ -74,7 +76,16 @@ def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None)
         sampling_rows=sampling_rows,
         pending_rows=pending_rows,
         prompt_counts=prompt_counts,
+        adapters=_adapters(rows, owner, padding),
     )
+
+
+def _adapters(rows: ListLike[ScheduledRow], owner: Int64, padding: int) -> Int32 | None:
+    """Return the adapter of each token, or None if no row has one. `owner` is the row of each token."""
+    adapters = [row.sequence.adapter for row in rows]
+    if max(adapters) == NO_ADAPTER:
+        return None
+    return np.pad(np.array(adapters, dtype=np.int32)[owner], (0, padding), constant_values=NO_ADAPTER)
 
 
 def num_prompt_predictions(row: ScheduledRow) -> int:

@@ -101,19 +101,21 @@ class _Graph(NamedTuple):
     replay: Callable[[], None]
     run: Callable[[], torch.Tensor]  # computes the same pass without the graph
     works: list[Any]
+    lora: list[Any]
     fixed_bytes: int | None
 
 
 class DecodeGraphs:
     """CUDA graphs of a model's forward passes over decodes: one for each number of rows. A row is one sequence.
 
+    For steps in which some rows have an adapter, there are graphs of their own, so that other steps do not take longer.
     `tables` [groups, rows, blocks] (int32) are the block tables that the graphs read. They must be large enough for
     every step.
     """
 
     def __init__(self, model: PagedModel, tables: torch.Tensor, record: Recorder) -> None:
         self._model, self._tables, self._record = model, tables, record
-        self._graphs: dict[int, _Graph] = {}  # by number of rows
+        self._graphs: dict[tuple[int, bool], _Graph] = {}  # by number of rows, and whether some rows have an adapter
         self._logits: torch.Tensor | None = None  # [rows of the largest graph, vocab_size]
         #: Numbers of rows of the graphs, in ascending order.
         self.sizes: list[int] = []
@@ -131,8 +133,8 @@ class DecodeGraphs:
         size = len(inputs.input_ids)
         if inputs.fixed_bytes is None:
             raise NotCapturableError("the arrays of a step do not fit into the StepBuffers")
-        works = [*inputs.context.works]
-        context = replace(inputs.context, block_tables=self._tables[:, :size], works=works)
+        works, lora = [*inputs.context.works], [*inputs.context.lora]
+        context = replace(inputs.context, block_tables=self._tables[:, :size], works=works, lora=lora)
         forward = partial(self._model.forward, inputs.input_ids, inputs.positions, context, None)
         self._set_tables(inputs)
         with NothingWaits(self._tables.device):
@@ -143,8 +145,8 @@ class DecodeGraphs:
         def run() -> torch.Tensor:
             return logits[:size].copy_(forward())
 
-        self._graphs[size] = _Graph(self._record(run), run, works, inputs.fixed_bytes)
-        self.sizes = sorted(self._graphs)
+        self._graphs[_key(inputs)] = _Graph(self._record(run), run, works, lora, inputs.fixed_bytes)
+        self.sizes = sorted({size for size, _ in self._graphs})
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
         """Replay the graph that has as many rows as `inputs`, and return the logits [rows, vocab_size].
@@ -152,10 +154,11 @@ class DecodeGraphs:
         The logits are valid until the next call. Except for the block tables, the tensors in `inputs` must have the
         same addresses as those with which the graph was captured.
         """
-        graph = self._graphs[len(inputs.input_ids)]
+        graph = self._graphs[_key(inputs)]
         if inputs.fixed_bytes != graph.fixed_bytes:
             raise RuntimeError(f"a step has arrays of {inputs.fixed_bytes} bytes, its graph of {graph.fixed_bytes}")
         graph.works[:] = inputs.context.works  # on a GPU, these are the same addresses and numbers again
+        graph.lora[:] = inputs.context.lora
         self._set_tables(inputs)
         graph.replay()
         assert self._logits is not None
@@ -167,10 +170,14 @@ class DecodeGraphs:
         Only the logits of the first and the last row are compared.
         """
         found = self.run(inputs)[[0, -1]].float()
-        expected = self._graphs[len(inputs.input_ids)].run()[[0, -1]].float()
+        expected = self._graphs[_key(inputs)].run()[[0, -1]].float()
         if not (found - expected).norm() <= TOLERANCE * expected.norm():  # also if logits are not numbers
             raise NotCapturableError("a replayed pass computes other logits")
 
     def _set_tables(self, inputs: ModelInputs) -> None:
         tables = inputs.context.block_tables
         self._tables[:, : tables.shape[1], : tables.shape[2]].copy_(tables)
+
+
+def _key(inputs: ModelInputs) -> tuple[int, bool]:
+    return len(inputs.input_ids), bool(inputs.context.lora)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -32,12 +33,13 @@ from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
+from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.kv_scales import ScaleName, kv_scales
 from llmsched.engine.model.paged import KVCache, PagedContext
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams, Sequence
-from llmsched.kernels.dispatch import prepare_attention
+from llmsched.kernels.dispatch import prepare_attention, prepare_lora
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,7 @@ class TorchExecutor(Executor):
         num_host_blocks: int = 0,
         layout: KVLayout | None = None,
         model_impl: ModelImplementation = "auto",
+        adapters: Adapters | None = None,
         logits_bytes: int = LOGITS_BYTES,
         checkpoint_scales: Mapping[ScaleName, torch.Tensor] = MappingProxyType({}),
     ) -> None:
@@ -85,7 +88,8 @@ class TorchExecutor(Executor):
         self.block_size = block_size
         #: Stream of all work on a GPU, because graphs cannot be captured on the default stream.
         self._stream = torch.cuda.Stream(self.device) if self.looks_ahead else None  # type: ignore[no-untyped-call]
-        self._model = paged_model(model, model_impl)
+        self._model = paged_model(model, model_impl, adapters)
+        self._num_adapters = 0 if adapters is None else len(adapters)
         #: What computes the model: fused or transformers.
         self.model_impl = self._model.implementation
         self._kv_dtype = kv_dtype
@@ -207,8 +211,11 @@ class TorchExecutor(Executor):
         works = prepare_attention(
             self._model.attention, batch.cu_seqlens_q, batch.context_lens, self.device, buffers.put
         )
+        lora = []
+        if batch.adapters is not None:
+            lora.append(prepare_lora(batch.adapters, self._num_adapters, self.device, buffers.put))
         fixed_bytes = buffers.num_used if buffers.fits else None
-        context = PagedContext(self._cache, slots, buffers.put(batch.block_tables), *lengths, works)
+        context = PagedContext(self._cache, slots, buffers.put(batch.block_tables), *lengths, works, lora)
         # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
         every_token |= size is not None or len(batch.sampling_rows) == len(batch.input_ids)
         logit_rows = None if every_token else buffers.put(batch.logit_rows)
@@ -266,6 +273,8 @@ class TorchExecutor(Executor):
         for name, rows, sampling in warmup_steps(*sizes):
             progress(f"{work}: {name}", 0, 1)
             dummies = [self._dummy_row(row, count, start, sampling) for row, (start, count) in enumerate(rows)]
+            for row in dummies if self._num_adapters else ():
+                row.sequence.adapter = int(row.sequence.request_id) % self._num_adapters
             self.execute(StepPlan(dummies))
             self._sampler.forget(str(row) for row in range(len(rows)))
             progress(f"{work}: {name}", 1, 1)
@@ -297,23 +306,26 @@ class TorchExecutor(Executor):
                 for tensor in (*self._cache.keys, *self._cache.values):
                     attended = tensor[: -(-max(contexts) // self.block_size)]  # by the checks
                     attended.copy_(torch.randn(attended.shape, dtype=torch.float16, device=self.device))  # also to fp8
-                for done, size in enumerate(reversed(sizes)):
-                    progress("capturing CUDA graphs", done, len(sizes))
-                    graphs.capture(self._decode_inputs(size, 1))
+                captured = list(product(reversed(sizes), (False, True) if self._num_adapters else (False,)))
+                for done, (size, adapted) in enumerate(captured):
+                    progress("capturing CUDA graphs", done, len(captured))
+                    graphs.capture(self._decode_inputs(size, 1, adapted))
                     for length in contexts:
-                        graphs.check(self._decode_inputs(size, length))
+                        graphs.check(self._decode_inputs(size, length, adapted))
         except Exception as error:
             # The end of a capture that failed raises another error. A variable for it would keep the cache alive.
             reason = one_line(error.__context__ or error)
             logger.warning("decodes run without CUDA graphs, because they cannot be captured: %s", reason)
             return None
-        progress("capturing CUDA graphs", len(sizes), len(sizes))
+        progress("capturing CUDA graphs", len(captured), len(captured))
         self._graphs = graphs
         num_bytes = max(0, self.used_bytes() - before)
-        return CapturedGraphs(len(sizes), sizes[-1], time.perf_counter() - started, num_bytes)
+        return CapturedGraphs(len(captured), sizes[-1], time.perf_counter() - started, num_bytes)
 
-    def _decode_inputs(self, size: int, context: int) -> ModelInputs:
+    def _decode_inputs(self, size: int, context: int, adapted: bool = False) -> ModelInputs:
         row = self._dummy_row(0, 1, context - 1, _GREEDY)
+        if adapted:
+            row.sequence.adapter = 0
         _, inputs = self._pack([row], size)
         self._buffers.upload()
         return inputs

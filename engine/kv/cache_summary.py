@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from llmsched.engine.kv.prefix_tree import TOKEN_BYTES, PrefixNode, Root
+from llmsched.engine.kv.prefix_tree import TOKEN_BYTES, PrefixKey, PrefixNode, Root
 
 #: Tokens between two hashed prefixes, if the block size divides it.
 SPAN = 256
@@ -18,9 +18,11 @@ def span_of(block_size: int) -> int:
     return block_size * max(1, SPAN // block_size)
 
 
-def root_hash(salt: str) -> bytes:
-    """Return the hash of the empty prefix under a cache salt."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES).digest()
+def root_hash(key: PrefixKey) -> bytes:
+    """Return the hash of the empty prefix under a key. Replicas must have the same adapters in the same order."""
+    adapter, salt = ("", key) if isinstance(key, str) else key
+    person = str(adapter).encode()
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES, person=person).digest()
 
 
 def next_hash(before: bytes, tokens: bytes) -> bytes:
@@ -28,7 +30,7 @@ def next_hash(before: bytes, tokens: bytes) -> bytes:
     return blake2b(tokens, digest_size=_HASH_BYTES, key=before).digest()
 
 
-def prefix_hashes(tokens: bytes, salt: str, span: int) -> list[bytes]:
+def prefix_hashes(tokens: bytes, salt: PrefixKey, span: int) -> list[bytes]:
     """Return the hashes of the prefixes of `span`, 2 x `span` ... tokens, without the prompt's last token.
 
     `tokens` are the encoded tokens of the prompt (see `prefix_tree.encode`). The last token is always computed, so a

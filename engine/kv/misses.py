@@ -27,7 +27,8 @@ class MissKind(StrEnum):
     TOO_SHORT = "shorter than a block"
     COMPUTING = "still being computed"
     EVICTED = "evicted"
-    OTHER_SALT = "cached under another salt"  # for the operator only, because it reveals what another tenant has sent
+    #: For the operator only, because it reveals what another tenant has sent.
+    OTHER_SALT = "cached under another salt or for another adapter"
     DIVERGED = "diverged"
     COLD = "no cached prompt matches more of it"
 
@@ -72,7 +73,7 @@ class Misses:
         return miss
 
     def _reason(self, request: Request, hit: PrefixHit, num_coming: int, now: float) -> Miss:
-        size, salt = self._prefixes.block_size, request.cache_salt
+        size, salt = self._prefixes.block_size, request.prefix_key
         start, num_whole = len(hit.nodes) * size, (request.num_tokens - 1) // size
         if num_whole == 0 and hit.num_tokens == 0:
             return Miss(MissKind.TOO_SHORT, hit.num_alike)

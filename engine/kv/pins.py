@@ -12,6 +12,7 @@ from llmsched.engine.errors import RequestError, setting
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, encode
+from llmsched.engine.request import PrefixKey
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
@@ -24,7 +25,7 @@ class PinState:
     """Pinned prefix."""
 
     pin_id: str
-    salt: str
+    salt: PrefixKey
     num_tokens: int  # tokens in its whole blocks
     num_written_tokens: int  # tokens with KV
     expires_at: float | None  # in seconds of the engine's clock; None if it never expires
@@ -34,7 +35,7 @@ class PinState:
 class _Pin:
     pin_id: str
     tokens: bytes
-    salt: str
+    salt: PrefixKey
     num_blocks: int
     expires_at: float | None
     nodes: list[PrefixNode] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Pins:
     def num_blocks(self) -> int:
         return len(self._holds)
 
-    def pin(self, token_ids: Sequence[int], salt: str, ttl: float | None, now: float) -> PinState:
+    def pin(self, token_ids: Sequence[int], salt: PrefixKey, ttl: float | None, now: float) -> PinState:
         """Pin the whole blocks of a prefix for `ttl` seconds (None: until the pin is deleted).
 
         Pinning the same prefix again only changes the time at which the pin expires. Raises RequestError if the ttl is

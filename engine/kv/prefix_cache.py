@@ -20,7 +20,7 @@ from llmsched.engine.kv.prefix_tree import (
     num_common_tokens,
 )
 from llmsched.engine.kv.table import BlockTable
-from llmsched.engine.request import Request
+from llmsched.engine.request import PrefixKey, Request
 
 #: A partly matching block is copied only if at least this many tokens match. Chat templates give any two prompts a few
 #: equal tokens, and copying a block in every layer for so few saves almost nothing.
@@ -31,7 +31,7 @@ class InFlightPrefixes:
     """Index of running requests, by the prefix that each has in findable blocks (see KVManager)."""
 
     def __init__(self) -> None:
-        self._after: dict[PrefixNode | str, dict[Request, None]] = {}
+        self._after: dict[PrefixNode | PrefixKey, dict[Request, None]] = {}
 
     def add(self, request: Request) -> None:
         self._after.setdefault(_key(request), {})[request] = None
@@ -46,7 +46,7 @@ class InFlightPrefixes:
     def requests(self) -> list[Request]:
         return [request for requests in self._after.values() for request in requests]
 
-    def open_block(self, node: PrefixNode | None, salt: str, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
+    def open_block(self, node: PrefixNode | None, salt: PrefixKey, tokens: bytes) -> tuple[tuple[int, ...], int] | None:
         """Find the partly written block that follows a prefix and has the most leading tokens in common with `tokens`.
 
         `node` is the node of the prefix (None: the empty prefix under `salt`). `tokens` is at most one encoded block.
@@ -71,21 +71,21 @@ class InFlightPrefixes:
         `start`.
         """
         most = 0
-        for other in self._newest(node, request.cache_salt):
+        for other in self._newest(node, request.prefix_key):
             size = other.table.layout.block_size
             if other.token_ids[start : start + size] == request.token_ids[start : start + size]:
                 common = _common_length(other.token_ids, request.token_ids, start, limit) - start
                 most = max(most, common // size * size)
         return most
 
-    def _newest(self, node: PrefixNode | None, salt: str) -> Iterator[Request]:
+    def _newest(self, node: PrefixNode | None, salt: PrefixKey) -> Iterator[Request]:
         return islice(reversed(self._after.get(salt if node is None else node, {})), MAX_COMPARED)
 
 
 class PrefixCache:
     """Cache of the KV of prefixes: requests reuse the longest cached prefix and add the blocks that they fill.
 
-    Only requests with the same cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
+    Only requests with equal adapter and cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, enabled: bool) -> None:
@@ -108,7 +108,7 @@ class PrefixCache:
         """Return the longest known prefix of the request, without its last token, which is always computed."""
         if not self.serves(request):
             return NO_HIT if request.swapped is None else NO_HIT._replace(from_host=True)
-        size, salt, most = self.tree.block_size, request.cache_salt, request.num_tokens - 1
+        size, salt, most = self.tree.block_size, request.prefix_key, request.num_tokens - 1
         if not request.encoded:  # kept, because a waiting request is looked up again
             request.encoded = encode(request.token_ids)
         tokens = request.encoded
@@ -177,7 +177,7 @@ class PrefixCache:
         for index in range(first, num_whole):
             ours, ours_of_window = table.column(index)
             key = tokens[(index - first) * key_bytes : (index - first + 1) * key_bytes]
-            node = self.tree.insert(table.node, key, request.cache_salt, ours)
+            node = self.tree.insert(table.node, key, request.prefix_key, ours)
             if node.blocks is ours:
                 self.pool.set_findable(ours)
             else:
@@ -206,9 +206,9 @@ class PrefixCache:
         return others
 
 
-def _key(request: Request) -> PrefixNode | str:
+def _key(request: Request) -> PrefixNode | PrefixKey:
     node = request.table.node
-    return request.cache_salt if node is None else node
+    return request.prefix_key if node is None else node
 
 
 def _common_length(one: Sequence[int], two: Sequence[int], start: int, end: int) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from llmsched.engine.request import PrefixKey
+
 TOKEN_BYTES = 4
 #: Limit on the candidates compared to find a partly matching block, newest first: children of a node, or requests that
 #: write the block after it.
@@ -47,7 +49,7 @@ class Root(PrefixNode):
 
     __slots__ = ("salt",)
 
-    def __init__(self, salt: str) -> None:
+    def __init__(self, salt: PrefixKey) -> None:
         super().__init__(b"", (), None, hash(salt))
         self.salt = salt
 
@@ -61,7 +63,7 @@ class TreeObserver(Protocol):
 
 
 class PrefixTree:
-    """Tree of token blocks with one root per cache salt.
+    """Tree of token blocks with one root per PrefixKey, which is called the salt.
 
     A node's blocks hold KV computed after the tokens of its ancestors, and a block belongs to at most one node. A node
     with children stays in the tree even if its sliding-window blocks are evicted.
@@ -71,14 +73,14 @@ class PrefixTree:
         self.block_size = block_size
         self.observer: TreeObserver | None = None
         self._key_bytes = block_size * TOKEN_BYTES
-        self._roots: dict[str, Root] = {}
+        self._roots: dict[PrefixKey, Root] = {}
         self._node_of_block: dict[int, PrefixNode] = {}
 
     def __len__(self) -> int:
         return len(self._node_of_block)
 
     def match(
-        self, tokens: bytes, salt: str, max_blocks: int, first: int = 0, node: PrefixNode | None = None
+        self, tokens: bytes, salt: PrefixKey, max_blocks: int, first: int = 0, node: PrefixNode | None = None
     ) -> list[PrefixNode]:
         """Return the nodes of the longest prefix of the encoded `tokens` that is in the tree under `salt`.
 
@@ -97,7 +99,7 @@ class PrefixTree:
             children = child.children
         return path
 
-    def closest(self, parent: PrefixNode | None, salt: str, tokens: bytes) -> tuple[PrefixNode | None, int]:
+    def closest(self, parent: PrefixNode | None, salt: PrefixKey, tokens: bytes) -> tuple[PrefixNode | None, int]:
         """Return the child of `parent` that shares the most leading tokens with `tokens`, and how many it shares.
 
         `parent` None means the salt's root. `tokens` is at most one encoded block. Returns (None, 0) if no child shares
@@ -114,10 +116,10 @@ class PrefixTree:
                 best, most = child, common
         return best, most
 
-    def path_hash(self, parent: PrefixNode | None, salt: str, key: bytes) -> int:
+    def path_hash(self, parent: PrefixNode | None, salt: PrefixKey, key: bytes) -> int:
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
-    def insert(self, parent: PrefixNode | None, key: bytes, salt: str, blocks: tuple[int, ...]) -> PrefixNode:
+    def insert(self, parent: PrefixNode | None, key: bytes, salt: PrefixKey, blocks: tuple[int, ...]) -> PrefixNode:
         """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root), and return their node.
 
         If `parent` has a child with these tokens already, this child is returned and `blocks` are not inserted.
@@ -170,7 +172,7 @@ class PrefixTree:
         if isinstance(parent, Root) and not parent.children:
             del self._roots[parent.salt]
 
-    def in_other_salt(self, salt: str, key: bytes, most: int) -> bool:
+    def in_other_salt(self, salt: PrefixKey, key: bytes, most: int) -> bool:
         """Return True if a prefix under another salt begins with the tokens `key`.
 
         Only the `most` newest salts are searched.

@@ -38,10 +38,13 @@ def graph_sizes(max_rows: int) -> list[int]:
     return sizes
 
 
-def graph_bytes(shape: ModelShape, max_rows: int, dtype_bytes: int) -> int:
-    """Return an estimate of the memory of all graphs for steps of up to `max_rows` decodes."""
+def graph_bytes(shape: ModelShape, max_rows: int, dtype_bytes: int, kinds: int = 1) -> int:
+    """Return an estimate of the memory of all graphs for steps of up to `max_rows` decodes.
+
+    `kinds` is the number of graphs for each number of rows: 2 with LoRA adapters, else 1.
+    """
     sizes = graph_sizes(max_rows)
     logits = 2 * sizes[-1] * shape.vocab_size * dtype_bytes  # computed by any graph, and copied to where all put them
     layers = sum(group.layers for group in shape.geometry.groups)
     mlp = max(of_layer(shape, sizes[-1], dtype_bytes) for of_layer in (mlp_bytes, expert_bytes))
-    return mlp + logits + len(sizes) * layers * LAYER_BYTES
+    return mlp + logits + kinds * len(sizes) * layers * LAYER_BYTES

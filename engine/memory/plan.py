@@ -17,7 +17,7 @@ MAX_ADVISED_UTILISATION = 0.95
 
 
 class MemoryParts(NamedTuple):
-    """Bytes reserved for each part. `other` is the CUDA context, CUDA graphs and the recurrent state."""
+    """Bytes reserved for each part. `other` is adapters, the CUDA context, CUDA graphs and the recurrent state."""
 
     weights: int
     activations: int
@@ -44,6 +44,7 @@ class MemoryPlan:
     utilisation: float
     budget_bytes: int  # for all parts together
     weights_bytes: int
+    adapter_bytes: int
     activation_bytes: int
     context_bytes: int
     graph_bytes: int
@@ -78,6 +79,7 @@ class MemoryPlan:
     def fixed_parts(self) -> dict[str, int]:
         parts = {
             "weights": self.weights_bytes,
+            "adapters": self.adapter_bytes,
             "activations": self.activation_bytes,
             "CUDA context": self.context_bytes,
             "graphs": self.graph_bytes,
@@ -97,7 +99,7 @@ class MemoryPlan:
     def parts(self) -> MemoryParts:
         """Bytes of each part. After the engine has started, the weights are measured; all other bytes are planned."""
         weights = self.measured.weights if self.measured else self.weights_bytes
-        other = self.context_bytes + self.graph_bytes + self.state_bytes
+        other = self.adapter_bytes + self.context_bytes + self.graph_bytes + self.state_bytes
         return MemoryParts(weights, self.activation_bytes, other, self.kv_bytes)
 
     @property

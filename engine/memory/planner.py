@@ -1,7 +1,7 @@
 """Memory model: the bytes that a device holds besides KV, and the number of KV blocks that fit in the rest.
 
     GPU   budget    = min(total x gpu_memory_utilization, total - what other programs hold)
-          KV        = budget - weights - activations - CUDA context - CUDA graphs - recurrent state
+          KV        = budget - weights - adapters - activations - CUDA context - CUDA graphs - recurrent state
     CPU   KV        = min(4 GiB, a quarter of the available memory, what the other parts leave)
     both  blocks    = KV // (block_size x bytes per token that the layers of one group cache)
 
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmsched.engine.architecture.adapter_files import adapter_bytes, read_adapters
 from llmsched.engine.architecture.config_fields import ConfigCache, read_config_file
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
 from llmsched.engine.architecture.online_quantization import check_quantisable
@@ -126,6 +127,7 @@ def _plan_for_context(
 ) -> MemoryPlan:
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
+    adapters = read_adapters(config.lora)
     captures = on_gpu and not config.enforce_eager
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
     return MemoryPlan(
@@ -133,6 +135,7 @@ def _plan_for_context(
         utilisation=config.gpu_memory_utilization,
         budget_bytes=min(share, device.free),
         weights_bytes=shape.weights.count,
+        adapter_bytes=adapter_bytes(adapters, dtype_bytes),
         activation_bytes=activation_bytes(
             shape,
             tokens,
@@ -144,7 +147,9 @@ def _plan_for_context(
             logits_bytes=logits_limit(device.total),
         ),
         context_bytes=CONTEXT_BYTES if on_gpu else 0,
-        graph_bytes=graph_bytes(shape, min(config.max_num_seqs, tokens), dtype_bytes) if captures else 0,
+        graph_bytes=graph_bytes(shape, min(config.max_num_seqs, tokens), dtype_bytes, 2 if adapters else 1)
+        if captures
+        else 0,
         state_bytes=config.max_num_seqs * geometry.state_bytes_per_seq,
         available_kv_bytes=0,
         dtype_bytes=dtype_bytes,

@@ -57,7 +57,7 @@ def open_checkpoint(directory: Path) -> StateDict:
     Raises ModelError if a file or tensor is missing, damaged or inconsistent.
     """
     for single, index, reader in (
-        (SAFETENSORS, SAFETENSORS_INDEX, _open_safetensors),
+        (SAFETENSORS, SAFETENSORS_INDEX, open_safetensors),
         (PICKLE, PICKLE_INDEX, _open_pickle),
     ):
         if (directory / index).is_file():
@@ -67,7 +67,7 @@ def open_checkpoint(directory: Path) -> StateDict:
     if shards := numbered_shards(directory):
         if absent := [shard.name for shard in shards if not shard.is_file()]:
             raise ModelError(f"{directory}: {len(absent)} of {len(shards)} shards missing: {some(absent)}")
-        return {name: tensor for shard in shards for name, tensor in _open_safetensors(shard).items()}
+        return {name: tensor for shard in shards for name, tensor in open_safetensors(shard).items()}
     raise ModelError(
         f"model {directory}: has no weights ({SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLE} or {PICKLE_INDEX})"
     )
@@ -128,7 +128,8 @@ def _open_shards(index: Path, reader: Callable[[Path], dict[str, LazyTensor]]) -
     return state
 
 
-def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Open a safetensors file. Raises ModelError if it cannot be read."""
     try:
         file: Any = safe_open(path, framework="pt", device="cpu")
         names: list[str] = file.keys()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.experts import ExpertParts
 from llmsched.engine.model.modules import Linear, Norm, UnknownStructureError
 from llmsched.engine.model.packed_modules import PackedLinear
@@ -27,6 +28,7 @@ from llmsched.engine.model.structure import LayerParts, MlpParts, read_structure
 from llmsched.kernels import reference
 from llmsched.kernels.activations import Activation
 from llmsched.kernels.dispatch import backend_name, load_backend
+from llmsched.kernels.lora import LoraMatrices
 from llmsched.kernels.packed_matrix import PackedMatrix
 
 #: Number of tokens for which the decoder compares its logits with the model's.
@@ -39,6 +41,14 @@ TRIAL_TOLERANCE, TRIAL_TOLERANCE_16 = 1e-3, 0.5
 class Product(NamedTuple):
     weight: Tensor | tuple[PackedMatrix, ...]  # of one projection, or of several projections in one matrix
     bias: Tensor | None
+    lora: LoraMatrices | None = None
+
+    def compute(self, kernels: Any, rows: Tensor, lora: Sequence[Any] = ()) -> Tensor:
+        """Return the product with each row of `rows`. `lora` is that of the PagedContext."""
+        output: Tensor = kernels.linear(rows, self.weight, self.bias)
+        if lora and self.lora is not None:
+            kernels.add_lora(output, rows, self.lora, lora[0])
+        return output
 
 
 class Mlp(NamedTuple):
@@ -47,14 +57,9 @@ class Mlp(NamedTuple):
     activation: Activation
     gated: bool
 
-    @classmethod
-    def of(cls, parts: MlpParts) -> Mlp:
-        return cls(product(parts.up), product([parts.down]), parts.activation, parts.gated)
-
-    def compute(self, kernels: Any, rows: Tensor) -> Tensor:
+    def compute(self, kernels: Any, rows: Tensor, lora: Sequence[Any]) -> Tensor:
         activate = kernels.gated if self.gated else kernels.activated
-        output: Tensor = kernels.linear(activate(kernels.linear(rows, *self.up), self.activation), *self.down)
-        return output
+        return self.down.compute(kernels, activate(self.up.compute(kernels, rows, lora), self.activation), lora)
 
 
 class Layer(NamedTuple):
@@ -79,12 +84,18 @@ class FusedDecoder:
     """Decoder that runs a transformers model over the paged KV cache.
 
     The model must be in evaluation mode. `calls` describes the attention of each layer. Raises UnknownStructureError
-    for a model that the decoder cannot compute.
+    for a model that the decoder cannot compute, or whose adapters change modules that it does not know.
     """
 
     implementation: Literal["fused", "transformers"] = "fused"
 
-    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall], plain: PagedModel | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        calls: Sequence[AttentionCall],
+        plain: PagedModel | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
         parts = read_structure(model)
         self.layers, self.attention = [call.shape for call in calls], [call.attention for call in calls]
         self.vocab_size = parts.head.out_features
@@ -95,12 +106,15 @@ class FusedDecoder:
         self._rotaries: list[str | bool | None] = list(dict.fromkeys(map(_rotary, parts.layers, calls)))
         row = parts.norm.weight.detach()[None]
         _check_calls(calls, [cos.shape[1] for cos, _ in self._tables(row, torch.zeros_like(row[0, :1]))])
+        self._adapters, self._adapted = adapters, set[nn.Module]()
         following = [layer.attention_norm for layer in parts.layers[1:]] + [parts.norm]
         self._layers = [
             self._fuse(layer, call, next_norm)
             for layer, call, next_norm in zip(parts.layers, calls, following, strict=True)
         ]
         self._head = product([parts.head])
+        if adapters is not None and adapters.by_module.keys() != self._adapted:
+            raise UnknownStructureError("adapters change modules that are not attention projections or MLPs")
         self._compare(model, plain)
 
     def _fuse(self, layer: LayerParts, call: AttentionCall, next_norm: Norm | None) -> Layer:
@@ -111,25 +125,35 @@ class FusedDecoder:
             options |= zip(("query_weight", "key_weight"), weights, strict=True)
             options |= {"norm_last": traits.norm_last, "eps": self._rule["eps"], "offset": self._rule["offset"]}
         return Layer(
-            project=product(layer.projections),
+            project=self._product(layer.projections),
             other_norms=weights if other else (),
             clip=layer.clip,
             heads=options,
             rotary=self._rotaries.index(_rotary(layer, call)),
             call=call,
-            output=product([layer.output]),
+            output=self._product([layer.output]),
             attention_norm=layer.branch_norms[0],
             middle_norm=layer.mlp_norm,
-            mlp=None if layer.mlp is None else Mlp.of(layer.mlp),
+            mlp=None if layer.mlp is None else self._fuse_mlp(layer.mlp),
             experts=layer.experts,
-            shared_gate=None if layer.shared_gate is None else product([layer.shared_gate]),
+            shared_gate=None if layer.shared_gate is None else self._product([layer.shared_gate]),
             mlp_norm=layer.branch_norms[1],
             next_norm=next_norm,
         )
 
+    def _fuse_mlp(self, parts: MlpParts) -> Mlp:
+        return Mlp(self._product(parts.up), self._product([parts.down]), parts.activation, parts.gated)
+
+    def _product(self, linears: Sequence[Linear]) -> Product:
+        """Join linear layers, see `product`, and what adapters add to them."""
+        if self._adapters is None:
+            return product(linears)
+        self._adapted |= self._adapters.by_module.keys() & set(linears)
+        return product(linears)._replace(lora=self._adapters.matrices(linears))
+
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
         kernels, traits, factors = self._kernels, self._parts.traits, self._parts.factors
-        linear = kernels.linear
+        lora = context.lora
         lengths = (context.cu_seqlens_q, context.context_lens)
         slots, block_tables = context.slot_mapping.unbind(0), context.block_tables.unbind(0)
         residual = _scaled(self._parts.embed(input_ids), factors.embedding)
@@ -139,7 +163,7 @@ class FusedDecoder:
             keys, values, group, scales = context.cache.of_layer(index)
             call = layer.call
             # Each tensor is an argument or replaces `branch`, so that none is kept longer than the memory plan says.
-            branch = self._project(layer, normed)
+            branch = self._project(layer, normed, lora)
             branch = kernels.rotate_and_write(
                 branch, *tables[layer.rotary], keys, values, slots[group], kv_scales=scales, **layer.heads
             )
@@ -148,19 +172,19 @@ class FusedDecoder:
                 work=context.works[index], scale=call.scale, window=call.shape.window, softcap=call.softcap,
                 sinks=call.sinks, slopes=call.slopes, kv_scales=scales,
             )  # fmt: skip
-            branch = _scaled(linear(branch.flatten(1), *layer.output), factors.residual)
+            branch = _scaled(layer.output.compute(kernels, branch.flatten(1), lora), factors.residual)
             if traits.parallel:
                 if layer.middle_norm is not None:
                     normed = self._normalised(residual, None, layer.middle_norm)
-                branch += _scaled(self._mlp(layer, normed), factors.residual)
+                branch += _scaled(self._mlp(layer, normed, lora), factors.residual)
             else:
                 residual = normed if traits.after_norm else residual
                 normed = self._normalised(residual, branch, layer.middle_norm, layer.attention_norm)
                 del branch
                 residual = normed if traits.after_norm else residual
-                branch = _scaled(self._mlp(layer, normed), factors.residual)
+                branch = _scaled(self._mlp(layer, normed, lora), factors.residual)
             normed = self._normalised(residual, branch, layer.next_norm, layer.mlp_norm)
-        logits = linear(normed if logit_rows is None else normed[logit_rows], *self._head)
+        logits = self._head.compute(kernels, normed if logit_rows is None else normed[logit_rows])
         logits = _scaled(logits, 1 / factors.logits)
         softcap = self._parts.softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
@@ -177,9 +201,9 @@ class FusedDecoder:
             residual += branch if branch_weight is None else add_norm(branch, None, branch_weight, **self._rule)
         return residual
 
-    def _project(self, layer: Layer, rows: Tensor) -> Tensor:
+    def _project(self, layer: Layer, rows: Tensor, lora: Sequence[Any]) -> Tensor:
         """Return queries, keys and values before their rotation."""
-        projected: Tensor = self._kernels.linear(rows, *layer.project)
+        projected = layer.project.compute(self._kernels, rows, lora)
         start = 0
         for weight in layer.other_norms:
             part = projected[:, start : (start := start + weight.numel())]
@@ -189,12 +213,12 @@ class FusedDecoder:
                 part.copy_(reference.norm(part.view(-1, *weight.shape), weight, **self._rule).flatten(1))
         return projected if layer.clip is None else projected.clamp_(-layer.clip, layer.clip)
 
-    def _mlp(self, layer: Layer, rows: Tensor) -> Tensor:
+    def _mlp(self, layer: Layer, rows: Tensor, lora: Sequence[Any]) -> Tensor:
         """Return the output of the layer's MLP, or of its experts and the MLP beside them."""
         kernels = self._kernels
-        output = None if layer.mlp is None else layer.mlp.compute(kernels, rows)
+        output = None if layer.mlp is None else layer.mlp.compute(kernels, rows, lora)
         if layer.shared_gate is not None and output is not None:
-            output *= kernels.linear(rows, *layer.shared_gate).sigmoid()
+            output *= layer.shared_gate.compute(kernels, rows, lora).sigmoid()
         if layer.experts is None:
             assert output is not None
             return output

@@ -159,6 +159,8 @@ class PagedContext:
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
     works: ListLike[Any]  # each layer's result of `prepare_attention`
+    #: The result of `prepare_lora`, alone in the list; the list is empty if no token has an adapter.
+    lora: ListLike[Any] = ()
 
     def attend(
         self,

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,11 +17,14 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from llmsched.engine.config import ModelImplementation
 from llmsched.engine.errors import ConfigError, ModelError
+from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.decoder import FusedDecoder
 from llmsched.engine.model.modules import UnknownStructureError
 from llmsched.engine.model.own_attention import own_attention
 from llmsched.engine.model.paged import PagedContext, PagedModel
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
+from llmsched.kernels.dispatch import backend_name, load_backend
+from llmsched.kernels.lora import LoraMatrices
 
 IMPLEMENTATION = "llmsched_paged"
 
@@ -40,21 +47,60 @@ class TransformersModel:
         set_attention(model, IMPLEMENTATION)
         turn_off_checks(model)
         self._model = model
+        self._tokens = _Tokens()
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
         selected = {"logits_to_keep": logit_rows} if self._selects_logits and logit_rows is not None else {}
-        output = self._model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            paged_context=context,
-            **selected,
-        )
+        self._tokens.lora, self._tokens.count = context.lora, len(input_ids)
+        try:
+            output = self._model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                paged_context=context,
+                **selected,
+            )
+        finally:
+            self._tokens.lora = ()
         logits: torch.Tensor = output.logits[0]
         return logits if self._selects_logits or logit_rows is None else logits[logit_rows]
+
+    def add_adapters(self, adapters: Adapters) -> None:
+        """Let the adapted modules add what the adapters of their tokens give, in every pass of this wrapper."""
+        kernels: Any = load_backend(backend_name(adapters.device.type))
+        for module in adapters.by_module:
+            matrices = adapters.matrices([module])
+            assert matrices is not None
+            handle = module.register_forward_hook(partial(_add_lora, kernels, matrices, self._tokens))
+            weakref.finalize(self, handle.remove)
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Tokens of the pass that a model computes now."""
+
+    lora: ListLike[Any] = ()  # see PagedContext; also empty between passes
+    count: int = 0
+
+
+def _add_lora(
+    kernels: Any,
+    matrices: LoraMatrices,
+    tokens: _Tokens,
+    module: torch.nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
+) -> None:
+    """Add what adapters give to the output of a module, in place."""
+    if not tokens.lora:
+        return
+    rows = inputs[0].flatten(0, -2)
+    if len(rows) != tokens.count:
+        raise ModelError(f"an adapted {type(module).__name__} does not get every token: it cannot be adapted")
+    kernels.add_lora(output.view(len(rows), -1), rows, matrices, tokens.lora[0])
 
 
 def turn_off_checks(model: PreTrainedModel) -> None:
@@ -120,7 +166,9 @@ def packed(states: torch.Tensor) -> torch.Tensor:
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
-def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "auto") -> PagedModel:
+def paged_model(
+    model: PreTrainedModel, implementation: ModelImplementation = "auto", adapters: Adapters | None = None
+) -> PagedModel:
     """Wrap a transformers model in evaluation mode so that it runs over the paged KV cache.
 
     "fused" makes a FusedDecoder, "transformers" a TransformersModel, and "auto" a FusedDecoder if possible. Raises
@@ -134,9 +182,9 @@ def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "a
     if implementation == "transformers":
         if plain is None:
             raise ConfigError("model_impl", f"{name} does not use transformers' attention interface; use auto or fused")
-        return plain
+        return _adapted(plain, adapters)
     try:
-        return FusedDecoder(model, calls, plain)
+        return FusedDecoder(model, calls, plain, adapters)
     except UnknownStructureError as reason:
         if implementation == "fused":
             raise ConfigError(
@@ -145,4 +193,10 @@ def paged_model(model: PreTrainedModel, implementation: ModelImplementation = "a
         if plain is None:
             raise ModelError(f"{name} cannot be served: {reason}") from reason
         logger.info("%s runs through transformers: %s", name, reason)
-        return plain
+        return _adapted(plain, adapters)
+
+
+def _adapted(model: TransformersModel, adapters: Adapters | None) -> TransformersModel:
+    if adapters is not None:
+        model.add_adapters(adapters)
+    return model

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from llmsched.engine.architecture.adapter_files import read_adapters
 from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.dtypes import check_kv_dtype, planned_kv_dtype
 from llmsched.engine.architecture.geometry import kv_geometry
@@ -24,6 +25,7 @@ from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.kv_scales import KV_TYPES, ScaleName, kv_scales
 from llmsched.engine.model.loader import ModelInfo, open_model
 from llmsched.engine.model.transformers_model import paged_model
@@ -59,10 +61,12 @@ class LoadedModel:
     dtype: torch.dtype
     block_size: int = 16
     model_impl: ModelImplementation = "auto"
-    dequantised: PreTrainedModel | None = None
+    dequantised: PreTrainedModel | None = None  # with unquantised weights and the adapter's changes to them
     loss: QuantizationLoss | None = None  # of rounding weights while loading
     kv_cache_dtype: str = "auto"  # auto: the type of the model
     checkpoint_scales: Mapping[ScaleName, torch.Tensor] = field(default_factory=dict)
+    lora: tuple[str, ...] | None = None  # the adapter that all requests use, as in the setting
+    adapters: Adapters | None = None
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -78,24 +82,35 @@ def load_for_parity(config: EngineConfig, progress: Progress = silent, *, with_r
     """Load `config.model` on the device and in the dtype that `serve` would use, and measure the loss of rounding.
 
     Without `with_reference`, the loss and the weights in plain types, which only the reference needs, are left out.
-    Raises ModelError if the model cannot be loaded, and ConfigError for an unusable device.
+    Raises ModelError if the model or an adapter cannot be loaded, and ConfigError for an unusable device or for more
+    than one adapter.
     """
+    files = read_adapters(config.lora)
+    if len(files) > 1:
+        raise ConfigError("lora", f"one adapter is compared at a time, not {len(files)}; name one of them")
     opened = open_model(config, progress)
     model = opened.load(progress)
+    adapters = Adapters.fit(model, files) if files else None
     dequantised, loss = None, None
-    if with_reference and (opened.packed or opened.quantization):
+    if with_reference and (opened.packed or opened.quantization or adapters):
         dequantised = opened.load(progress, packed=False)
     if opened.quantization and dequantised is not None:
         progress("measuring the loss", 0, 1)
         loss = measure_loss(model, dequantised, opened.tokenizer)
         progress("measuring the loss", 1, 1)
+    if adapters and dequantised is not None:
+        adapters.merge_into(dequantised, files[0])
     opened_as = (opened.info, opened.tokenizer, opened.device, opened.dtype)
     quantization, device = quantization_of(read_fields(opened.config)), device_memory(opened.device)
     checkpoint_fp8 = quantization is not None and quantization.fp8_kv
     kv_dtype = planned_kv_dtype(config, "auto", device, checkpoint_fp8=checkpoint_fp8)
     check_kv_dtype(kv_dtype, device)
     scales = opened.kv_scales()
-    return LoadedModel(model, *opened_as, config.block_size, config.model_impl, dequantised, loss, kv_dtype, scales)
+    return LoadedModel(
+        *(model, *opened_as, config.block_size, config.model_impl, dequantised, loss, kv_dtype, scales),
+        lora=config.lora,
+        adapters=adapters,
+    )
 
 
 def check_parity(
@@ -212,6 +227,7 @@ def engine_for(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExec
         output_prediction="none",  # admit all requests, although the pool is too small for their outputs
         headroom=0.0,
         preemption_mode=case.preempted or "auto",
+        lora=loaded.lora,
         swap_space=swap.num_blocks,  # any value above 0: the number of host blocks is already given
     )
     executor = TorchExecutor(
@@ -224,6 +240,7 @@ def engine_for(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExec
         num_host_blocks=swap.num_blocks,
         layout=loaded.layout,
         model_impl=loaded.model_impl,
+        adapters=loaded.adapters,
         checkpoint_scales=loaded.checkpoint_scales,
     )
     executor.capture(max(map(len, case.waves)), config.max_model_len)  # on a GPU, as serve does
@@ -241,9 +258,10 @@ def run_wave(engine: Engine, executor: TorchExecutor, lengths: Mapping[ParityPro
             by_sequence[sequence.request_id].logits.append(row)
 
     executor.on_logits = keep
+    adapter = next(iter(engine.adapters), None)
     for prompt, num_tokens in lengths.items():
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        engine.add_request(prompt.name, list(prompt.token_ids), sampling)
+        engine.add_request(prompt.name, list(prompt.token_ids), sampling, adapter=adapter)
     while engine.has_work():
         for step in engine.step():
             output = outputs[step.request_id]

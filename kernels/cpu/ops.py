@@ -18,6 +18,8 @@ from llmsched.kernels.cpu.compiled import STARTS_EMPTY as STARTS_EMPTY
 from llmsched.kernels.cpu.compiled import num_compiled as num_compiled
 from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, RowList, attend_rows, list_rows
 from llmsched.kernels.cpu.experts import run_experts as run_experts
+from llmsched.kernels.cpu.lora import add_lora as add_lora
+from llmsched.kernels.cpu.lora import prepare_lora as prepare_lora
 from llmsched.kernels.cpu.prefill_attention import attend_chunk
 from llmsched.kernels.cpu.products import linear as linear
 from llmsched.kernels.experts import route as route

@@ -14,13 +14,15 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from llmsched.kernels.lora import LoraMatrices
 from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
-from llmsched.kernels.triton import packed_products
+from llmsched.kernels.triton import lora, packed_products
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.expert_ops import route as route
 from llmsched.kernels.triton.expert_ops import run_experts as run_experts
 from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
+from llmsched.kernels.triton.lora import prepare_lora as prepare_lora
 from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import (
     Tiling,
@@ -322,6 +324,10 @@ def linear(rows: Tensor, weight: Tensor | Sequence[PackedMatrix], bias: Tensor |
     if isinstance(weight, Tensor):
         return F.linear(rows, weight, bias)
     return packed_products.linear(rows, weight, bias, gpu_properties(rows.device))
+
+
+def add_lora(output: Tensor, rows: Tensor, matrices: LoraMatrices, work: lora.Work) -> None:
+    lora.add_lora(output, rows, matrices, work, gpu_properties(rows.device))
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.reference import AttentionShape
-from llmsched.kernels.triton import expert_ops, ops, packed_products
+from llmsched.kernels.triton import expert_ops, lora, ops, packed_products
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.experts import expert_kernel, order_kernel, route_kernel
 from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
@@ -52,7 +52,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 90 + 39 + 21
+    assert len(differences) == 90 + 39 + 21 + 37
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     exact = [name for name in differences if name.startswith("written ")]
@@ -380,6 +380,28 @@ def test_products_compile_within_the_gpus_limits(name: str, arch: int, tmp_path:
         {"BIAS": True, "BLOCK": packed_products.SUM_BLOCK},
     )
     assert resources(sums, tmp_path)["STACK"] == 0
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize(("dtype", "rank", "spans"), [("bf16", 16, 3), ("fp16", 256, 1), ("fp32", 64, 2)])
+def test_adapters_compile_within_the_gpus_limits(dtype: str, rank: int, spans: int, arch: int, tmp_path: Path) -> None:
+    pointers = {**dict.fromkeys(("rows", "a", "b", "output"), f"*{dtype}"), "inner": "*fp32"}
+    types = {**pointers, **dict.fromkeys(("tiles", "order", "parts"), "*i32")}
+    types |= dict.fromkeys(("num_tokens", "num_shares", "stride"), "i32")
+    blocks = {"BLOCK_T": lora.BLOCK_T, "RANKS": rank * spans}
+    first = blocks | {"SIZE": 4096, "BLOCK_R": lora.block_of(rank * spans), "BLOCK_N": lora.BLOCK_N}
+    second = blocks | {"RANK": rank, "WIDTH": 6144, "BLOCK_R": lora.block_of(rank), "BLOCK_M": lora.BLOCK_M}
+    for kernel, constants, warps in (
+        (lora.shrink_kernel, first, lora.SHRINK_WARPS),
+        (lora.expand_kernel, second, lora.EXPAND_WARPS),
+    ):
+        compiled = compile_ahead(kernel, arch, types, constants, num_warps=warps)
+        assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+        used = resources(compiled, tmp_path)
+        assert used["REG"] <= MAX_REGISTERS
+        assert used["STACK"] == used["LOCAL"] == 0
+        tensor_cores = re.search(r"mma\.sync|wgmma\.mma_async", compiled.asm["ptx"]) is not None
+        assert tensor_cores == (dtype != "fp32")
 
 
 class PretendedGpu:

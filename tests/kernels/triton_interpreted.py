@@ -13,9 +13,11 @@ import random
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from batches import Shape, make_batch
 from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, normal, rotary_difference
+from lora_products import PRODUCTS, lora_difference, random_products
 from mixtures import MIXTURES, ROUTINGS, mixture_difference, routing_difference
 from packed_matrices import KINDS, product_error, random_matrix, relative_error
 from test_fp8 import hard_numbers
@@ -160,6 +162,20 @@ def replay_difference() -> float:
     return float((actual - reference.paged_attention(*batch.tensors, **batch.options)).abs().max())
 
 
+def lora_replay_difference() -> float:
+    """Launch what was prepared for other adapters, with the arrays' new contents, as a CUDA graph does."""
+    output, rows, matrices = random_products(PRODUCTS["decodes"], torch.float32)
+    steps = [np.array(adapters, np.int32) for adapters in ((0, -1, -1, -1, 1, 1, 1, 1), (2, 0, 1, -1, 2, -1, 0, 2))]
+    old, new = (ops.prepare_lora(adapters, 3, lambda array: torch.from_numpy(array.copy())) for adapters in steps)
+    for before, after in zip(old, new, strict=True):
+        before.copy_(after)
+    expected = output.clone()
+    with patch.object(ops, "gpu_properties", lambda device: tiling.Gpu(9, 90)):
+        ops.add_lora(output, rows, matrices, old)
+    reference.add_lora(expected, rows, matrices, torch.from_numpy(steps[1]))
+    return float((output - expected).abs().max())
+
+
 def large_cache_difference() -> float:
     """Write and attend to blocks behind 2^31 numbers. The system provides memory only for what is touched."""
     num_blocks = 2**31 // (16 * 64) + 4
@@ -272,6 +288,11 @@ def main() -> None:
             differences[f"routing, {name}, {dtype}"] = routing_difference(ops, reference, name, 9, dtype)
         for name in MIXTURES:
             differences[f"experts, {name}, {dtype}"] = mixture_difference(ops, reference, name, dtype)
+    for name, dtype in itertools.product(PRODUCTS, (torch.float32, torch.float16)):
+        for processors in (1, 132):
+            with patch.object(ops, "gpu_properties", lambda device, count=processors: tiling.Gpu(count, 90)):
+                differences[f"LoRA, {name}, {processors}, {dtype}"] = lora_difference(ops, name, dtype)
+    differences["LoRA, replayed"] = lora_replay_difference()
     differences["ties"] = tie_differences()
     print(json.dumps(differences | product_differences()))
 

@@ -13,12 +13,14 @@ from configs import resolved
 from fake_graphs import capture_fake_graphs
 from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
 
+from llmsched.engine.architecture.adapter_files import read_adapters
 from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
+from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from llmsched.engine.text.tokenizer import Tokenizer
@@ -68,6 +70,7 @@ def make_engine(
     """
     settings = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 256, "block_size": BLOCK}
     settings |= {"output_prediction": "none"} | config
+    adapters = read_adapters(settings.get("lora"))
     layout = layout_of(arch, settings["block_size"], settings["max_model_len"])
     executor = TorchExecutor(
         model(arch),
@@ -77,6 +80,7 @@ def make_engine(
         kv_dtype=kv_dtype,
         num_host_blocks=swap_blocks,
         layout=layout,
+        adapters=Adapters.fit(model(arch), adapters) if adapters else None,
     )
     executor.looks_ahead = looks_ahead
     if graphs:
