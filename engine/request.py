@@ -7,9 +7,10 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from llmsched.engine.errors import RequestError
+from llmsched.engine.kv.prefix_tree import PrefixKey
 
 if TYPE_CHECKING:
     from llmsched.engine.grammar.compiler import Grammar, Matcher
@@ -22,10 +23,6 @@ MAX_STOP_LENGTH = 1024
 SEED_LIMIT = 1 << 63
 #: Adapter of a sequence that uses the model as it is.
 NO_ADAPTER = -1
-
-#: Key of a prefix cache: only requests with equal keys share KV. It is the cache_salt of a request without an adapter,
-#: else the adapter and the cache_salt.
-PrefixKey: TypeAlias = str | tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)

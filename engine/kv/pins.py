@@ -11,8 +11,7 @@ from itertools import count
 from llmsched.engine.errors import RequestError, setting
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
-from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, blocks_of, encode
-from llmsched.engine.request import PrefixKey
+from llmsched.engine.kv.prefix_tree import PrefixKey, PrefixNode, PrefixTree, blocks_of, encode
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:

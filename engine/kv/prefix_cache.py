@@ -13,6 +13,7 @@ from llmsched.engine.kv.prefix_tree import (
     NO_HIT,
     TOKEN_BYTES,
     PrefixHit,
+    PrefixKey,
     PrefixNode,
     PrefixTree,
     blocks_of,
@@ -20,7 +21,7 @@ from llmsched.engine.kv.prefix_tree import (
     num_common_tokens,
 )
 from llmsched.engine.kv.table import BlockTable
-from llmsched.engine.request import PrefixKey, Request
+from llmsched.engine.request import Request
 
 #: A partly matching block is copied only if at least this many tokens match. Chat templates give any two prompts a few
 #: equal tokens, and copying a block in every layer for so few saves almost nothing.

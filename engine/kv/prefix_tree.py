@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
-
-from llmsched.engine.request import PrefixKey
+from typing import NamedTuple, Protocol, TypeAlias
 
 TOKEN_BYTES = 4
+#: Key of a prefix cache: only requests with equal keys share KV. It is the cache_salt of a request without an adapter,
+#: else the index of the adapter and the cache_salt.
+PrefixKey: TypeAlias = str | tuple[int, str]
 #: Limit on the candidates compared to find a partly matching block, newest first: children of a node, or requests that
 #: write the block after it.
 MAX_COMPARED = 32

@@ -32,8 +32,8 @@ BLOCK_N, MAX_BLOCK_R = 64, 64
 #: Fewest steps through the columns of A that a program gets when several programs share them.
 MIN_STEPS = 4
 PROGRAMS_PER_PROCESSOR = 2
-#: Warps of the two kernels. With 4 warps, registers of the second one would spill.
-SHRINK_WARPS, EXPAND_WARPS = 4, 8
+#: Warps of a program. With 4 warps, registers would spill in float32.
+NUM_WARPS = 8
 
 
 class Work(NamedTuple):
@@ -159,7 +159,7 @@ def add_lora(output: Tensor, rows: Tensor, matrices: LoraMatrices, work: Work, g
         BLOCK_T=BLOCK_T,
         BLOCK_R=block_r,
         BLOCK_N=BLOCK_N,
-        num_warps=SHRINK_WARPS,
+        num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
     parts = output_parts(spans, output.device)
@@ -179,7 +179,7 @@ def add_lora(output: Tensor, rows: Tensor, matrices: LoraMatrices, work: Work, g
         BLOCK_T=BLOCK_T,
         BLOCK_R=block_of(rank),
         BLOCK_M=BLOCK_M,
-        num_warps=EXPAND_WARPS,
+        num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
 

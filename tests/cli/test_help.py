@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import pytest
 from command_line import CommandLine
+from lora_files import save_adapter
+from torch import nn
 
 from llmsched.cli import calibrate, chat, explain, top, verify
 from llmsched.cli.bench import command as bench
@@ -59,6 +61,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01,100,10\n")
     (tmp_path / "config.json").write_text(CONFIG.read_text())
     (tmp_path / "system_prompt.json").write_text(json.dumps({"messages": [{"role": "system", "content": "Be kind."}]}))
+    for name in ("sql-adapter", "chat-adapter"):
+        save_adapter(tmp_path / name, nn.ModuleDict({"q_proj": nn.Linear(4, 4)}), ("q_proj",))
     for module, name in (
         *((bench, each) for each in ("bench_target", "bench_compare", "bench_self")),
         *((tune, each) for each in ("tune_engine", "tune_simulated")),

@@ -391,11 +391,8 @@ def test_adapters_compile_within_the_gpus_limits(dtype: str, rank: int, spans: i
     blocks = {"BLOCK_T": lora.BLOCK_T, "RANKS": rank * spans}
     first = blocks | {"SIZE": 4096, "BLOCK_R": lora.block_of(rank * spans), "BLOCK_N": lora.BLOCK_N}
     second = blocks | {"RANK": rank, "WIDTH": 6144, "BLOCK_R": lora.block_of(rank), "BLOCK_M": lora.BLOCK_M}
-    for kernel, constants, warps in (
-        (lora.shrink_kernel, first, lora.SHRINK_WARPS),
-        (lora.expand_kernel, second, lora.EXPAND_WARPS),
-    ):
-        compiled = compile_ahead(kernel, arch, types, constants, num_warps=warps)
+    for kernel, constants in ((lora.shrink_kernel, first), (lora.expand_kernel, second)):
+        compiled = compile_ahead(kernel, arch, types, constants, num_warps=lora.NUM_WARPS)
         assert compiled.metadata.shared <= SHARED_MEMORY[arch]
         used = resources(compiled, tmp_path)
         assert used["REG"] <= MAX_REGISTERS
