@@ -60,6 +60,8 @@ def gpu_blueprint(planner: ModelPlanner, config: EngineConfig, name: str) -> Blu
         gpu, engine = find_gpu(gpu_name), find_engine(engine_name if colon else "default")
     except UnknownNameError as unknown:
         raise ConfigError("simulate", str(unknown)) from unknown
+    if config.expert_offload:
+        raise ConfigError("expert_offload", "is not simulated; leave it out")
     if config.device == "cpu":
         raise ConfigError("device", f"cpu is requested, but {gpu.key} is to be simulated; leave out one of them")
     device, planner = gpu_device(gpu), replace(planner, packed=not colon)

@@ -39,7 +39,7 @@ RESERVING = frozenset(
     {
         *("model", "dtype", "kv_cache_dtype", "quantization", "device", "max_model_len", "block_size"),
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "swap_space", "model_impl"),
-        *("enforce_eager", "lora"),
+        *("enforce_eager", "expert_offload", "lora"),
     }
 )
 
@@ -131,7 +131,7 @@ def _load(
     with _within_memory(
         plan, "loading the weights", "free memory that other programs use, or choose a smaller model or dtype"
     ):
-        model = opened.load(progress)
+        model = opened.load(progress, host_layers=() if plan.offload is None else plan.offload.layers)
     if starts_empty(opened.device):
         progress = with_remark(progress, "compiling CPU kernels; later starts find them on disk")
     progress("preparing the layers", 0, 1)
@@ -193,7 +193,8 @@ def _fit(
     kept = executor.reserved_bytes() - measured.weights - plan.adapter_bytes - executor.kv_cache_bytes
     activations -= min(max(0, kept), activations)
     progress("measuring memory", 1, 1)
-    graphs = None if config.enforce_eager else executor.capture(rows, plan.max_model_len, progress)
+    eager = config.enforce_eager or config.expert_offload > 0
+    graphs = None if eager else executor.capture(rows, plan.max_model_len, progress)
     captured = executor.used_bytes()
     executor.reserve(executor.num_blocks)
     to_capture = captured - executor.used_bytes()  # the driver may keep a part of the dropped graphs
@@ -255,9 +256,13 @@ def _within_memory(plan: MemoryPlan, doing: str, remedy: str) -> Iterator[None]:
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers, counting shared storage once."""
+    """Return the bytes of a model's parameters and buffers on its device, counting shared storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    on_gpu = any(tensor.is_cuda for tensor in tensors)
     storages = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors:
+        if on_gpu and not tensor.is_cuda:  # experts in host memory
+            continue
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -139,6 +139,14 @@ class EngineConfig:
         "on a GPU, launch each operation of every step; by default, steps of up to 512 decodes and no prefill run as "
         "CUDA graphs, which need one launch per step but take memory",
     )
+    expert_offload: int = knob(
+        0,
+        "on a GPU, host memory for routed experts: those of the last layers stay there, as many as fit, and are copied "
+        "to the GPU before each use; 0 keeps all on the GPU; implies enforce_eager",
+        unit="bytes",
+        low=0,
+        high=1 << 44,
+    )
     preemption_mode: PreemptionMode = knob(
         "auto",
         "what happens to the KV of a preempted request: recompute drops it, swap copies it to host memory while "

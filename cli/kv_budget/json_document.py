@@ -40,6 +40,7 @@ def document(analysis: BudgetAnalysis) -> dict[str, Any]:
         "kv_tokens": plan.num_tokens,
         "weights_bytes": plan.weights_bytes,
         "weights_from": analysis.shape.weights.source,
+        "expert_offload": None if plan.offload is None else plan.offload._asdict(),
         **_attributes(plan, "available_kv_bytes", "max_model_len", "max_num_seqs"),
         "users": analysis.demand.users if analysis.has_demand else None,
         "context": analysis.demand.length(plan) if analysis.has_demand else None,

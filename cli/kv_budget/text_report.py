@@ -116,6 +116,8 @@ def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator
         f"{human_bytes(plan.activation_bytes)} for steps of {plan.max_num_batched_tokens} tokens, "
         f"{plan.max_num_seqs_limit} sequences"
     )
+    if plan.offload is not None:
+        yield f"experts    {plan.offload.describe(plan.max_num_batched_tokens, plan.device.name)}"
     yield f"{'KV memory' if plan.block_bytes else 'left     '}  {_kv_memory(analysis)}"
     if plan.num_blocks:
         blocks_each = f"ceil(({plan.max_model_len:,} - 1) / {plan.block_size})"

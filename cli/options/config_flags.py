@@ -30,6 +30,7 @@ MEMORY_KNOBS = (
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "num_gpu_blocks_override",
+    "expert_offload",
 )
 #: Knobs whose flag accepts AUTO, which stands for None.
 _TAKES_AUTO = frozenset({"max_model_len"})

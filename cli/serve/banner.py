@@ -108,6 +108,11 @@ def _memory_rows(plan: MemoryPlan, kv_type: str) -> list[tuple[str, str]]:
     return [
         ("memory", f"{plan.device.name}: {human_bytes(plan.budget_bytes)} for weights, activations and KV"),
         *parts,
+        *(
+            []
+            if plan.offload is None
+            else [("experts", plan.offload.describe(plan.max_num_batched_tokens, plan.device.name))]
+        ),
         (
             "KV cache",
             f"{human_bytes(plan.kv_bytes)}{kv_type}: {plan.num_blocks} blocks of {plan.block_size} tokens, "

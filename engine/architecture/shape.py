@@ -34,6 +34,7 @@ class ModelShape:
     whole_scores: bool = False  # True if a CPU must hold all attention scores at once
     fp8_kv: bool = False  # True if the checkpoint has scales for an fp8 KV cache
     experts_per_token: int = 0
+    num_experts: int = 0  # routed experts of a layer
     expert_size: int = 0  # width of one routed expert
     exact: bool = True  # True if all weights and activations are counted exactly
 
@@ -84,6 +85,7 @@ def model_shape(
         whole_scores=fields.model_type in ("gpt_oss", "bloom", "mpt")
         or bool(fields.get("attn_logit_softcapping") or fields.get("alibi")),
         experts_per_token=chosen,
+        num_experts=int(fields.get("num_experts") or 0),
         expert_size=expert_size,
         fp8_kv=quantization is not None and quantization.fp8_kv,
         exact=weights.exact and bool(vocab and hidden) and not assumed,

@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -48,6 +49,7 @@ _MTP_TENSORS = re.compile(r"^(mtp\.|(model\.)?(language_model\.)?(model\.)?layer
 _WEIGHS = re.compile(
     r"expert|moe|ffn|mlp|inner|proj|embed|rank|hidden|intermediate|vocab|bias|engram|adapter|lora|dim$|quant"
 )
+_LAYER = re.compile(r"\b(layers|blk)\.(?P<layer>\d+)\.")
 #: Parts of a model by the names of their matrices. Embeddings and lm_head may be one matrix.
 _PARTS = (
     ("experts", re.compile(r"\.experts\b|_exps|block_sparse_moe\.(in|out)put_linear")),
@@ -76,6 +78,7 @@ class Weights:
     doubt: str | None = None  # why the estimate may be far from the truth; None if it is close
     packed_types: tuple[str, ...] = ()  # types of the matrices that stay quantised
     wide_parts: tuple[str, ...] = ()  # parts with matrices that are not quantised, such as "experts"
+    experts: Mapping[int, int] = field(default_factory=dict, hash=False)  # bytes of each layer's routed experts
 
 
 def model_weights(
@@ -115,7 +118,13 @@ def model_weights(
         routed = (f"{name}.weight" for name, counted in modules.items() if counted.experts)
         wide = wide_parts(name for name in routed if format_of(name, shape, rounding, kind) is None)
         notes += wide_note(wide, dtype_bytes)
-        return Weights(count, "config", False, notes, doubt, packed_types=(rounding,), wide_parts=wide)
+        experts = experts_by_layer(
+            {
+                name: _rounded_bytes({name: Parameters(experts=each.experts)}, rounding, dtype_bytes, fields)
+                for name, each in modules.items()
+            }
+        )
+        return Weights(count, "config", False, notes, doubt, (rounding,), wide, experts)
     sizes = stored_bytes(modules, quantization, dtype_bytes, packed=packed)
     if quantization is not None:
         total = add_up(modules.values())
@@ -126,11 +135,16 @@ def model_weights(
         if dequantised and any(quantization.bits(name, expert=True) for name in modules):
             notes += (_DENSE_EXPERTS,)
         notes += (f"the checkpoint is quantised ({quantization.method}); without its files weights {counted}",)
+    of_experts = {
+        name: stored_bytes({name: each}, quantization, dtype_bytes, packed=packed).experts
+        for name, each in modules.items()
+    }
+    experts = experts_by_layer(of_experts)
     if quantization is None or not packed:
-        return Weights(sizes.total, "config", exact=not notes, notes=notes, doubt=doubt)
+        return Weights(sizes.total, "config", exact=not notes, notes=notes, doubt=doubt, experts=experts)
     wide = wide_parts(f"{name}.weight" for name, counted in modules.items() if _is_wide(name, counted, quantization))
     notes += wide_note(wide, dtype_bytes)
-    return Weights(sizes.total, "config", False, notes, doubt, packed_types=(quantization.method,), wide_parts=wide)
+    return Weights(sizes.total, "config", False, notes, doubt, (quantization.method,), wide, experts)
 
 
 def _is_wide(name: str, counted: Parameters, quantization: Quantization) -> bool:
@@ -208,6 +222,15 @@ def wide_parts(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sorted(found, key=[part for part, _ in _PARTS].index)))
 
 
+def experts_by_layer(sizes: Mapping[str, float]) -> dict[int, int]:
+    """Add up the sizes of tensors or modules of experts, by layer. The keys of `sizes` are names."""
+    found: Counter[int] = Counter()
+    for name, size in sizes.items():
+        if (match := _LAYER.search(name)) is not None and _PARTS[0][1].search(name):
+            found[int(match["layer"])] += round(size)
+    return dict(sorted(found.items()))
+
+
 def wide_note(parts: Sequence[str], dtype_bytes: int) -> tuple[str, ...]:
     """Return the sentence which says that matrices of these parts are not quantised; no sentence without parts."""
     return (f"not quantised: {', '.join(parts)} ({8 * dtype_bytes} bits)",) if parts else ()
@@ -242,10 +265,10 @@ def _from_headers(
             wide.append(name)
     tied, layers = fields.get("tie_word_embeddings"), fields.get("num_hidden_layers", default=math.inf)
     count = left_out = 0
-    for name, size in sizes.items():
+    for name, size in list(sizes.items()):
         match = _MTP_TENSORS.match(name)
         if match and (match["layer"] is None or int(match["layer"]) >= layers):
-            left_out += size
+            left_out += sizes.pop(name)
         elif not (tied and name == "lm_head.weight"):
             count += size
     codes = tuple(sorted({matrix.code for matrix in kept}))
@@ -259,7 +282,8 @@ def _from_headers(
     packed_types = codes if rounding is None else (rounding,)
     of_wide = wide_parts(name for name in wide if not (tied and name == "lm_head.weight")) if packed_types else ()
     notes += wide_note(of_wide, dtype_bytes)
-    return Weights(count, "safetensors", True, tuple(notes), packed_types=packed_types, wide_parts=of_wide)
+    more: dict[str, Any] = {"packed_types": packed_types, "wide_parts": of_wide, "experts": experts_by_layer(sizes)}
+    return Weights(count, "safetensors", True, tuple(notes), **more)
 
 
 def safetensors_header(file: Path) -> dict[str, Stored]:

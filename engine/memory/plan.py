@@ -10,6 +10,7 @@ from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.memory.expert_offload import ExpertOffload
 from llmsched.engine.memory.graph_memory import CapturedGraphs
 
 #: Highest gpu_memory_utilization that messages advise; above it, fragmentation makes running out of memory likely.
@@ -70,6 +71,7 @@ class MemoryPlan:
     measured: MeasuredMemory | None = None
     packed_types: tuple[str, ...] = ()
     wide_parts: tuple[str, ...] = ()  # see Weights
+    offload: ExpertOffload | None = None  # None: all experts are on the device
 
     @property
     def fits(self) -> bool:

@@ -44,6 +44,7 @@ from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes, logits_limit
+from llmsched.engine.memory.expert_offload import plan_offload
 from llmsched.engine.memory.graph_memory import graph_bytes
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.vllm_profile import LIBRARY_BYTES, VllmProfile
@@ -90,6 +91,8 @@ def plan_memory(
         )
     if not shape.geometry.caches_kv and not shape.geometry.state_bytes_per_seq:
         raise ModelError("the model has neither attention layers nor a recurrent state that is known")
+    if config.expert_offload and device.kind == "cpu":
+        raise ConfigError("expert_offload", "is for GPUs: on a CPU, experts are in host memory anyway; leave it out")
     kv_bytes = kv_dtype_bytes or dtype_bytes
     plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
     if profile is not None and device.kind == "cuda":
@@ -128,13 +131,14 @@ def _plan_for_context(
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
     adapters = read_adapters(config.lora)
-    captures = on_gpu and not config.enforce_eager
+    captures = on_gpu and not config.enforce_eager and not config.expert_offload
+    offload = plan_offload(shape, config.expert_offload) if config.expert_offload else None
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
     return MemoryPlan(
         device=device,
         utilisation=config.gpu_memory_utilization,
         budget_bytes=min(share, device.free),
-        weights_bytes=shape.weights.count,
+        weights_bytes=shape.weights.count - (offload.saved_bytes if offload else 0),
         adapter_bytes=adapter_bytes(adapters, dtype_bytes),
         activation_bytes=activation_bytes(
             shape,
@@ -170,6 +174,7 @@ def _plan_for_context(
         notes=tuple(dict.fromkeys((*geometry.notes, *shape.weights.notes, *shape.notes))),
         packed_types=shape.weights.packed_types,
         wide_parts=shape.weights.wide_parts,
+        offload=offload,
     )
 
 

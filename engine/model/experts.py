@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from llmsched.engine.model.host_experts import HostExperts
 from llmsched.engine.model.modules import UnknownStructureError
 from llmsched.engine.model.packed_experts import PackedExperts, gate_of
 from llmsched.kernels import reference
@@ -40,6 +41,7 @@ class ExpertParts(NamedTuple):
     gate: Gate
     up_bias: Tensor | None
     down_bias: Tensor | None
+    host: HostExperts | None = None  # None if all matrices are on the device
 
     def compute(self, kernels: Any, rows: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each row of `rows` [T, N]."""
@@ -50,7 +52,11 @@ class ExpertParts(NamedTuple):
             self.correction,
         )
         biases = {"up_bias": self.up_bias, "down_bias": self.down_bias}
-        output: Tensor = kernels.run_experts(rows, chosen, weights, self.up, self.down, gate=self.gate, **biases)
+        up, down = self.up, self.down
+        if self.host is not None:
+            experts = chosen.unique().tolist()
+            up, down = (self.host.routed(each, experts, len(self.router)) for each in (up, down))
+        output: Tensor = kernels.run_experts(rows, chosen, weights, up, down, gate=self.gate, **biases)
         return output
 
 
@@ -78,6 +84,7 @@ def read_experts(block: nn.Module, parts: Mapping[str, nn.Module], config: Any) 
             gate_of(experts),
         ),
         *(weights.get(name) for name in _BIASES),
+        host=getattr(experts, "host_experts", None),
     )
     _compare(made, block, parts)
     return made

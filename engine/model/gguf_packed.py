@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4, Q4_K
 
-from llmsched.engine.architecture.weights import Weights, wide_note, wide_parts
+from llmsched.engine.architecture.weights import Weights, experts_by_layer, wide_note, wide_parts
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.gguf_file import ROPE_TABLES, GGUFFile
 from llmsched.kernels.packed_matrix import PackedMatrix
@@ -45,7 +45,7 @@ def packing_of(file: GGUFFile, name: str) -> Packing | None:
 
 def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
     """Return the size of the weights if matrices stay packed and other tensors take `dtype_bytes` bytes per number."""
-    total, types, wide = 0.0, set(), list[str]()
+    sizes, types, wide = dict[str, float](), set(), list[str]()
     for name, tensor in file.tensors.items():
         if name in ROPE_TABLES:
             continue
@@ -53,13 +53,14 @@ def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:
             types.add(tensor.tensor_type.name)
         elif len(tensor.shape) > 1 and "_inp" not in name and name.endswith(".weight"):
             wide.append(name)
-        total += math.prod(tensor.shape) * (packing.bytes_per_weight if packing else dtype_bytes)
+        sizes[name] = math.prod(tensor.shape) * (packing.bytes_per_weight if packing else dtype_bytes)
     packed_types = tuple(sorted(types))
+    total, experts = round(sum(sizes.values())), experts_by_layer(sizes)
     if not packed_types:
-        return Weights(round(total), "gguf", exact=True)
+        return Weights(total, "gguf", exact=True, experts=experts)
     parts = wide_parts(wide)
     notes = (f"matrices in {', '.join(packed_types)} stay quantised", *wide_note(parts, dtype_bytes))
-    return Weights(round(total), "gguf", exact=True, notes=notes, packed_types=packed_types, wide_parts=parts)
+    return Weights(total, "gguf", True, notes, None, packed_types, parts, experts)
 
 
 def packed(file: GGUFFile, name: str) -> PackedMatrix:

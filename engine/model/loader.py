@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -144,18 +144,20 @@ def load_model(
     attn_implementation: str = "eager",
     packed: bool = False,
     quantization: str | None = None,
+    host_layers: Collection[int] = (),
     progress: Progress = silent,
 ) -> PreTrainedModel:
     """Load the model in evaluation mode on `device`. Tied parameters share memory.
 
     If `packed` is True, quantised matrices stay quantised, and PackedModules replace the modules that use these
     matrices. If `quantization` (a key of ONLINE_FORMATS) is given, the matrices of an unquantised checkpoint are
-    rounded to this format, and replaced in the same way. Raises ModelError if a file is missing or damaged, or a tensor
-    is missing, unknown or of the wrong shape.
+    rounded to this format, and replaced in the same way. Experts of `host_layers` stay in host memory. Raises
+    ModelError if a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
     """
     import transformers
 
     from llmsched.engine.model.checkpoint import with_progress
+    from llmsched.engine.model.host_experts import keep_on_host
 
     matrices: dict[str, PackedMatrix] = {}
     settings, config = _without_quantization(config)
@@ -188,7 +190,7 @@ def load_model(
         pack_experts(model, matrices)
         pack_modules(model, matrices)
     model.requires_grad_(False)
-    _move(model, device, progress)
+    _move(model, device, progress, keep_on_host(model, host_layers, device) if host_layers else ())
     loaded: PreTrainedModel = model.eval()
     return loaded
 
@@ -276,11 +278,12 @@ def _check_vocabulary(source: ModelSource, info: ModelInfo, tokenizer: Tokenizer
         logger.warning("%s %s; prompts with the added tokens above are refused", text, f"{tokenizer.vocab_size - 1:,}")
 
 
-def _move(model: PreTrainedModel, device: str, progress: Progress) -> None:
+def _move(model: PreTrainedModel, device: str, progress: Progress, kept: Sequence[torch.Tensor]) -> None:
     # nn.Module.to would not report progress, and would copy buffers once for each module that has them.
     if device == "cpu":
         return
-    tensors = [*model.parameters(), *model.buffers()]  # a tensor that several modules share is there once
+    stay = set(map(id, kept))
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in stay]  # each one once
     for done, tensor in enumerate(tensors, start=1):
         tensor.data = tensor.data.to(device)
         progress(f"moving to {device}", done, len(tensors))
@@ -323,9 +326,12 @@ class OpenModel:
             self.source.gguf is not None or hasattr(self.config, "quantization_config")
         )
 
-    def load(self, progress: Progress = silent, *, packed: bool = True) -> PreTrainedModel:
+    def load(
+        self, progress: Progress = silent, *, packed: bool = True, host_layers: Collection[int] = ()
+    ) -> PreTrainedModel:
         """Load the weights as `load_model(...)` does. If `packed` is False, no matrix is quantised."""
         options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "progress": progress}
+        options["host_layers"] = host_layers
         options["quantization"] = self.quantization if packed else None
         return load_model(self.source, self.config, packed=packed and self.packed, **options)
 
