@@ -72,20 +72,10 @@ def read_experts(block: nn.Module, parts: Mapping[str, nn.Module], config: Any) 
     weights = {name: parameter.detach() for name, parameter in experts.named_parameters()}
     correction = own["e_score_correction_bias"].float() if "e_score_correction_bias" in own else None
     router_type, routing = _find_routing(block, experts, router, config, correction)
-    made = ExpertParts(
-        *(
-            router,
-            own.get("bias"),
-            router_type,
-            routing,
-            correction,
-            up,
-            down,
-            gate_of(experts),
-        ),
-        *(weights.get(name) for name in _BIASES),
-        host=getattr(experts, "host_experts", None),
-    )
+    up_bias, down_bias = (weights.get(name) for name in _BIASES)
+    rules = router_type, routing, correction
+    host: HostExperts | None = getattr(experts, "host_experts", None)
+    made = ExpertParts(router, own.get("bias"), *rules, up, down, gate_of(experts), up_bias, down_bias, host)
     _compare(made, block, parts)
     return made
 

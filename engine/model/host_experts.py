@@ -35,7 +35,7 @@ class HostExperts:
 
     def routed(self, matrices: Matrices, experts: list[int], num_experts: int) -> Matrices:
         """Return matrices of the layer on the device, of which only those of `experts` have the right contents."""
-        if not isinstance(matrices, PackedMatrix):
+        if isinstance(matrices, Tensor):
             return self._routed(matrices, experts, num_experts)
         parts = (None if part is None else self._routed(part, experts, num_experts) for part in matrices)
         return PackedMatrix._make(parts)
@@ -54,13 +54,13 @@ class HostExperts:
 
     def bring(self, *_: Any) -> None:
         """Copy all matrices, and make the modules use the copies."""
-        for owner, name, host, device in self._places:
-            _set(owner, name, device.copy_(host, non_blocking=True))
+        for place in self._places:
+            _set(place.owner, place.name, place.device.copy_(place.host, non_blocking=True))
 
     def release(self, *_: Any) -> None:
         """Make the modules use the matrices in host memory again."""
-        for owner, name, host, _ in self._places:
-            _set(owner, name, host)
+        for place in self._places:
+            _set(place.owner, place.name, place.host)
 
 
 def keep_on_host(model: nn.Module, layers: Collection[int], device: str) -> list[Tensor]:
