@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 MAX_PARTINGS = 4
 
 
-@with_engine_options(only=("dtype", "quantization", "kv_cache_dtype", "device", "block_size", "model_impl", "lora"))
-@with_options("saved", SavedOutputFlags)
-def verify(
-    context: typer.Context,
-    model: ModelArgument = None,
+@dataclass(frozen=True, slots=True)
+class PromptFlags:
+    """Prompts to continue, and by how much."""
+
     num_prompts: Annotated[
         int,
         typer.Option(
@@ -34,17 +33,26 @@ def verify(
             max=256,
             help="Prompts of varied length; six near block boundaries are added.",
         ),
-    ] = 4,
+    ] = 4
     num_tokens: Annotated[
         int, typer.Option("--num-tokens", min=2, max=4096, help="Greedy tokens to generate for each prompt.")
-    ] = 24,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts; the same seed gives the same prompts.")] = 0,
+    ] = 24
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts; the same seed gives the same prompts.")] = 0
+
+
+@with_engine_options(only=("dtype", "quantization", "kv_cache_dtype", "device", "block_size", "model_impl", "lora"))
+@with_options("saved", SavedOutputFlags)
+@with_options("prompts", PromptFlags)
+def verify(
+    context: typer.Context,
+    model: ModelArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
+    prompts: PromptFlags,
     saved: SavedOutputFlags,
     engine_options: EngineOptions,
 ) -> None:
-    """Compare the engine with plain transformers: same weights, same device, same dtype. Or with its saved outputs.
+    """Compare the engine with plain transformers on the same weights, device and dtype, or with its saved outputs.
 
     The engine computes the model as `serve` would: with its own fused decoder or, for an architecture that the decoder
     does not know, with the layers of transformers. Use --model-impl transformers to check the layers of transformers.
@@ -79,8 +87,7 @@ def verify(
       llmsched verify demo --against before.json --max-kl 0.001
     """
     saved.check(context)
-    settings = {"num_prompts": num_prompts, "num_tokens": num_tokens, "seed": seed}
-    config = engine_options.config(resolve_model(model))
+    config, settings = engine_options.config(resolve_model(model)), asdict(prompts)
     if saved.given:
         if not run_saved(config, saved, settings, as_json):
             raise typer.Exit(1)
@@ -89,7 +96,7 @@ def verify(
         from llmsched.engine.parity.verification import check_parity, load_for_parity
 
         subject = load_for_parity(config, progress)
-        report = check_parity(subject, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed, progress=progress)
+        report = check_parity(subject, **settings, progress=progress)
     if as_json:
         render.emit_json(_as_dict(subject, report) | settings)
     else:

@@ -127,6 +127,7 @@ def _origin(loaded: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "dtype": names[0],
         "kv_cache_dtype": names[1],
         "quantization": config.quantization,
+        "lora": config.lora and config.lora[0],
         "model_impl": config.model_impl,
         "block_size": config.block_size,
         **{f"{name} version": found for name, found in versions_table().items()},

@@ -68,9 +68,7 @@ def doctor(
     elif watch is not None:
         raise LlmschedError("--watch needs a running server; name its URL, or leave out --watch")
     if system:
-        facts = system_facts()
-        problems = system_findings(facts)
-        found += problems
+        found += (problems := system_findings(facts := system_facts()))
         document |= {"system": system_json(facts), "system_findings": [finding._asdict() for finding in problems]}
         if not as_json:
             _show_system(facts, problems)

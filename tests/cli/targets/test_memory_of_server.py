@@ -1,4 +1,4 @@
-"""An llmsched server reports the same memory figures over HTTP as an engine in this process."""
+"""An llmsched server reports the same memory figures and counts over HTTP as an engine in this process."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import silent
 from llmsched.engine.provenance import Provenance
+from llmsched.engine.scheduler.ledger import WAITS
 
 #: Load that lasts several times as long as the server keeps its figures of KV memory before it updates them.
 WORK = SyntheticLoad(num_prompts=30, input_len=40, output_len=60, max_concurrency=3)
@@ -64,6 +65,11 @@ def test_server_and_engine_report_the_same_memory(server: LiveServer, engine: En
     runs = [asyncio.run(over_http()), asyncio.run(in_process())]
     assert [run.requests.completed for run in runs] == [30, 30]
     assert runs[0].run.memory == runs[1].run.memory == engine.plan.parts
+    for counts in (run.run.counts for run in runs):
+        misses = {kind: count for kind, count in (counts.prefix_misses or {}).items() if kind != "hit"}
+        assert (sum(misses.values()), counts.preemptions, counts.late_compilations) == (30, 0, 0)
+        assert counts.waited is not None
+        assert counts.waited.keys() == WAITS.keys()
     names = [[series.name for series in memory_over_time(run.samples, run.run.memory).series] for run in runs]
     assert names[0] == names[1]
     assert {"weights", "KV used", "KV reserved, still empty", "KV cached"} <= set(names[0])
