@@ -70,6 +70,37 @@ def paged_attention(
     return output
 
 
+def latent_attention(
+    query: Tensor,
+    latents: Tensor,
+    rope_keys: Tensor,
+    weight: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    work: Any = None,
+) -> Tensor:
+    """Compute `reference.latent_attention` with the backend of the query's device.
+
+    Raises ValueError if the shapes do not fit each other.
+    """
+    _check_caches(latents, rope_keys, kv_scales)
+    rows, heads = weight.shape[0], query.shape[1]
+    fits = rows % heads == 0 and rows // heads > query.shape[2] - rope_keys.shape[3] > 0
+    if latents.shape[1] != 1 or weight.shape[1] != latents.shape[3] or not fits:
+        raise ValueError(
+            f"a weight {tuple(weight.shape)} does not fit queries {tuple(query.shape)}, latent vectors "
+            f"{tuple(latents.shape)} and rotary keys {tuple(rope_keys.shape)}"
+        )
+    backend = load_backend(backend_name(query.device.type))
+    batch = (query, latents, rope_keys, weight, block_tables, cu_seqlens_q, context_lens)
+    output: Tensor = backend.latent_attention(*batch, scale=scale, kv_scales=kv_scales, work=work)
+    return output
+
+
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[Any]:

@@ -25,6 +25,7 @@ from llmsched.kernels.activations import Activation as Activation
 from llmsched.kernels.experts import route as route
 from llmsched.kernels.experts import run_experts as run_experts
 from llmsched.kernels.fp8 import as_bytes, restored, stored
+from llmsched.kernels.latents import LatentWidths, expanded
 from llmsched.kernels.lora import add_lora as add_lora
 from llmsched.kernels.lora import prepare_lora as prepare_lora
 from llmsched.kernels.packed_matrix import PackedMatrix
@@ -41,6 +42,8 @@ class AttentionShape(NamedTuple):
     value_dim: int
     window: int | None
     item_size: int  # bytes of one element of the query
+    #: Of latent attention, in which `key_dim` and `value_dim` are the widths of latent vectors and rotary keys.
+    latent: LatentWidths | None = None
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -100,22 +103,79 @@ def paged_attention(
         table = block_tables[sequence, begin // block_size :]
         keys = restored(gather(key_cache, table, context - begin), key_scales).repeat_interleave(group, dim=1)
         values = restored(gather(value_cache, table, context - begin), value_scales).repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        key_positions = torch.arange(begin, context, device=query.device)
-        query_positions = torch.arange(first_query, context, device=query.device)[:, None]
-        if slopes is not None:
-            scores = scores + slopes.float()[:, None, None] * (key_positions - query_positions)
-        hidden = key_positions > query_positions
-        if window is not None:
-            hidden |= key_positions <= query_positions - window
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            sink_column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
-            scores = torch.cat([scores, sink_column], dim=2)
-        weights = torch.softmax(scores, dim=2)[:, :, : context - begin]
-        output[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
+        attended = _attend(query[rows], keys, values, begin, scale, window, softcap, sinks, slopes)
+        output[rows] = attended.to(output.dtype)
+    return output
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of the last queries of one sequence, float32 [q_len, heads, Dv].
+
+    `keys` [C, heads, D] and `values` [C, heads, Dv] are float32, and belong to the positions from `begin` on.
+    """
+    context = begin + len(keys)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    key_positions = torch.arange(begin, context, device=query.device)
+    query_positions = torch.arange(context - len(query), context, device=query.device)[:, None]
+    if slopes is not None:
+        scores = scores + slopes.float()[:, None, None] * (key_positions - query_positions)
+    hidden = key_positions > query_positions
+    if window is not None:
+        hidden |= key_positions <= query_positions - window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        sink_column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sink_column], dim=2)
+    weights = torch.softmax(scores, dim=2)[:, :, : context - begin]
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def latent_attention(
+    query: Tensor,
+    latents: Tensor,
+    rope_keys: Tensor,
+    weight: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    work: Any = None,
+) -> Tensor:
+    """Return the causal latent attention of a packed batch over a paged cache that already holds the new tokens.
+
+    - query: [T, heads, N + P]. The last P numbers belong to the rotary key.
+    - latents: [num_blocks, 1, block_size, R]. rope_keys: [num_blocks, 1, block_size, P].
+    - weight: [heads x (N + M), R], see latents.py.
+    - kv_scales: float32 [2, 1], the scales of latent vectors and of rotary keys in fp8 caches; None for others.
+    - the other arguments: as in `paged_attention`.
+
+    Returns [T, heads, M] in the query's dtype.
+    """
+    widths, heads = LatentWidths.of(query, latents, rope_keys, weight), query.shape[1]
+    latent_scales, rope_scales = (None, None) if kv_scales is None else kv_scales
+    output = query.new_empty(query.shape[0], heads, widths.value)
+    bounds = cu_seqlens_q.tolist()
+    for sequence, context in enumerate(context_lens.tolist()):
+        rows, table = slice(bounds[sequence], bounds[sequence + 1]), block_tables[sequence]
+        found = restored(gather(latents, table, context), latent_scales)[:, 0]
+        rope = restored(gather(rope_keys, table, context), rope_scales).expand(-1, heads, -1)
+        keys, values = (part.transpose(0, 1) for part in expanded(found, weight.float(), heads, widths.key))
+        attended = _attend(query[rows], torch.cat([keys, rope], dim=2), values, 0, scale)
+        output[rows] = attended.to(output.dtype)
     return output
 
 
@@ -338,6 +398,58 @@ def rotate_and_write(
 
     write_kv(turned(key, key_weight), value, key_cache, value_cache, slot_mapping, kv_scales=kv_scales)
     return turned(query, query_weight)
+
+
+def rotate_and_write_latents(
+    query: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    latents: Tensor,
+    rope_keys: Tensor,
+    slot_mapping: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    interleaved: bool = False,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """Rotate queries in place, and write the latent vectors and rotary keys of T new tokens to the cache.
+
+    - query: [T, heads, N + P]. The last P numbers of each head are rotated by the token's position.
+    - compressed: [T, R + P]. Of a row, the RMS norm of the first R numbers with `weight` [R] is the latent vector, and
+      the other numbers, rotated, are the rotary key.
+    - cos, sin: [T, P], as in `rotate_and_write`.
+    - interleaved: if True, the pairs that are rotated are neighbours, and the first numbers of all pairs come first in
+      the result (DeepSeek-V3).
+    - the other arguments: as in `latent_attention` and `write_kv`.
+    """
+    rows, key = rotated_latents(
+        query, compressed, weight, cos, sin, latents.shape[3], eps=eps, offset=offset, interleaved=interleaved
+    )
+    write_kv(rows, key, latents, rope_keys, slot_mapping, kv_scales=kv_scales)
+
+
+def rotated_latents(
+    query: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rank: int,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Do the same as `rotate_and_write_latents`, but return the latent vectors [T, 1, R] and rotary keys [T, 1, P]."""
+    key, part = compressed[:, None, rank:], query[..., query.shape[2] - cos.shape[1] :]
+    turned = part
+    if interleaved:
+        key, turned = (torch.cat([each[..., ::2], each[..., 1::2]], dim=2) for each in (key, part))
+    part.copy_(rotate(turned, cos, sin))
+    return norm(compressed[:, :rank], weight, eps=eps, offset=offset)[:, None], rotate(key, cos, sin)
 
 
 def rotate(vectors: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:

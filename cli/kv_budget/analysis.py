@@ -106,10 +106,9 @@ class BudgetAnalysis:
 
     def _notes_on_layers(self) -> Iterator[str]:
         plan, geometry, length = self.plan, self.shape.geometry, self.plan.max_model_len
-        cached = geometry.cached_bytes_per_token(plan.kv_dtype_bytes)
         held = human_bytes(plan.blocks_for(length) * plan.block_bytes)
         if plan.kv_bytes_per_token_window and plan.layout.window_groups:
-            kept = -(-length // plan.block_size) * plan.block_size * cached
+            kept = -(-length // plan.block_size) * plan.block_size * geometry.bytes_per_token(plan.kv_dtype_bytes)
             yield (
                 f"layers with a sliding window of {plan.window} tokens free the blocks outside it: a sequence of "
                 f"{length:,} tokens holds {held}; with all tokens in all layers it would hold {human_bytes(kept)}"
@@ -121,11 +120,6 @@ class BudgetAnalysis:
             yield (
                 f"layers with a sliding window of {plan.window} tokens keep all tokens, because {reason}: a sequence "
                 f"of {length:,} tokens holds {held}; without the tokens outside the window it would hold {freed}"
-            )
-        if cached > plan.kv_bytes_per_token + plan.kv_bytes_per_token_window:
-            yield (
-                f"MLA is cached as full keys and values, {human_bytes(cached)} per token "
-                f"instead of the {human_bytes(plan.kv_bytes_per_token)} of its latents"
             )
 
 

@@ -118,7 +118,6 @@ def _group(group: LayerGroup, kv_dtype_bytes: int) -> dict[str, Any]:
     return {
         **_attributes(group, "kind", "layers", "kv_heads", "head_dim_k", "head_dim_v", "index_dim"),
         "bytes_per_token": group.bytes_per_token(kv_dtype_bytes),
-        "cached_bytes_per_token": group.cached_bytes_per_token(kv_dtype_bytes),
         "window": group.window,
         "state_bytes_per_seq": group.layers * group.state_bytes,
     }

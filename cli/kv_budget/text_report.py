@@ -21,7 +21,7 @@ def show(analysis: BudgetAnalysis, document: dict[str, Any]) -> None:
     kv_type = "" if analysis.kv_dtype == analysis.dtype else f", KV in {analysis.kv_dtype}"
     render.say(f"{analysis.spec} in {analysis.dtype}{kv_type} on {plan.device.name} ({plan.confidence})")
     render.say()
-    columns = ("layers", "count", "KV heads", "head_dim", "window", "B per token", "B per token here", "B per sequence")
+    columns = ("layers", "count", "KV heads", "head_dim", "window", "B per token", "B per sequence")
     render.table("Layers", columns, [_group_row(group) for group in groups], spare=("window", "head_dim", "KV heads"))
     render.say()
     for line in _formula(analysis, groups):
@@ -89,7 +89,7 @@ def _head_dims(group: dict[str, Any], factor: str = "") -> str:
 
 def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
     if group["kind"] == "state":
-        return ("state", str(group["layers"]), "", "", "", "0", "0", f"{group['state_bytes_per_seq']:,}")
+        return ("state", str(group["layers"]), "", "", "", "0", f"{group['state_bytes_per_seq']:,}")
     return (
         group["kind"],
         str(group["layers"]),
@@ -97,7 +97,6 @@ def _group_row(group: dict[str, Any]) -> tuple[str, ...]:
         _head_dims(group),
         f"{group['window']:,}" if group["window"] else "",
         f"{group['bytes_per_token']:,}",
-        f"{group['cached_bytes_per_token']:,}",
         "",
     )
 

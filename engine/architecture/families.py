@@ -143,6 +143,7 @@ FAMILIES: Mapping[str, Family] = {
         f"{_WIDE} {_LOCAL} sliding_window layer_types attention_bias quantization_config",
     ),
     "deepseek_v2": _family(_DEEPSEEK, _MLA_MOE),
+    "glm4_moe_lite": _family(_DEEPSEEK, _MLA_MOE),
     "deepseek_v3": _family(_DEEPSEEK, f"{_MLA_MOE} quantization_config"),
     "deepseek_v32": _family(_DEEPSEEK, f"{_MLA_MOE} index_head_dim index_n_heads index_topk quantization_config"),
     "nemotron-nas": _family(_LLAMA, "block_configs"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from llmsched.engine.architecture.config_fields import ConfigCache, Fields, read_fields, size_errors
+from llmsched.engine.architecture.config_fields import ConfigCache, read_fields, size_errors
 from llmsched.engine.architecture.geometry import LayerGroup, LayerReader
 from llmsched.engine.architecture.parameters import add_up
 from llmsched.engine.architecture.quantization import Arithmetic, Quantization, quantization_of
@@ -96,7 +96,7 @@ def model_flops(
         vector_bytes=layers * vectors * dtype_bytes,
         state_bytes=2.0 * geometry.state_bytes_per_seq,
         attention=tuple(
-            _attention(group, fields, reader, kv_dtype_bytes or dtype_bytes)
+            _attention(group, reader, kv_dtype_bytes or dtype_bytes)
             for group in geometry.groups
             if group.kind != "state"
         ),
@@ -104,12 +104,12 @@ def model_flops(
     )
 
 
-def _attention(group: LayerGroup, fields: Fields, reader: LayerReader, kv_bytes: int) -> Attention:
+def _attention(group: LayerGroup, reader: LayerReader, kv_bytes: int) -> Attention:
     heads = reader.heads()
     prefill = decode = 2 * heads * (group.head_dim_k + group.head_dim_v)
-    if group.kind == "mla":
-        prefill = 2 * heads * (group.expanded // heads)
-        decode = 2 * heads * (group.head_dim_k + int(fields.get("kv_lora_rank")))
+    if (widths := group.latent) is not None:
+        prefill = 2 * heads * (widths.key + widths.rope + widths.value)
+        decode = 2 * heads * (2 * widths.rank + widths.rope)
     return Attention(
         windowed=group.window is not None,
         latent=group.kind == "mla",

@@ -15,6 +15,7 @@ from llmsched.engine.architecture.config_fields import Fields, read_fields
 from llmsched.engine.architecture.quantization import quantization_of
 from llmsched.engine.architecture.recurrent import state_bytes
 from llmsched.engine.errors import ModelError
+from llmsched.kernels.latents import LatentWidths
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,26 +85,19 @@ class LayerGroup:
     head_dim_v: int = 0
     window: int | None = None
     state_bytes: int = 0
-    #: Numbers per token and layer that this engine caches in "mla" layers: whole keys and values of all heads.
-    expanded: int = 0
+    latent: LatentWidths | None = None  # in "mla" layers
     #: Width of the key that sparse attention (DeepSeek-V3.2) caches per token besides the latent vector.
     index_dim: int = 0
 
     @property
     def kv_widths(self) -> tuple[int, int]:
-        """Number of key elements and number of value elements that this engine caches per token and layer."""
-        if self.expanded:
-            return self.expanded - self.expanded // 2, self.expanded // 2
+        """Number of key elements and number of value elements per token and layer."""
         return self.kv_heads * self.head_dim_k, self.kv_heads * self.head_dim_v
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the KV bytes per token in all layers of the group, 0 for recurrent state."""
         numbers = self.kv_heads * (self.head_dim_k + self.head_dim_v) + self.index_dim
         return self.layers * numbers * dtype_bytes
-
-    def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the KV bytes per token that this engine caches. For MLA only, `bytes_per_token(...)` is different."""
-        return self.layers * self.expanded * dtype_bytes if self.expanded else self.bytes_per_token(dtype_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +114,8 @@ class Geometry:
         """Return the KV bytes per token in all layers with a sliding window."""
         return sum(g.bytes_per_token(dtype_bytes) for g in self.groups if g.kind == "window")
 
-    def cached_bytes_per_token(self, dtype_bytes: int) -> int:
-        return sum(g.cached_bytes_per_token(dtype_bytes) for g in self.groups)
+    def bytes_per_token(self, dtype_bytes: int) -> int:
+        return sum(g.bytes_per_token(dtype_bytes) for g in self.groups)
 
     def bytes_with_windows_freed(self, length: int, dtype_bytes: int) -> int:
         """Return the bytes of KV and state of a sequence of `length` tokens, if KV outside sliding windows is freed."""
@@ -256,11 +250,11 @@ class LayerReader:
         if kind == "full" and (latent := get("kv_lora_rank")):
             if (rope := get("qk_rope_head_dim")) is None:
                 raise ModelError("config has kv_lora_rank (MLA) but no qk_rope_head_dim")
-            key = get("qk_nope_head_dim", default=0) + rope
-            value, index = get("v_head_dim", default=key), get("index_head_dim", default=0)
+            key, index = get("qk_nope_head_dim", default=0), get("index_head_dim", default=0)
             if self._own("indexer_types", kind, layer) == "shared":  # this layer uses the keys of an earlier one
                 index = 0
-            return LayerGroup("mla", 1, 1, latent + rope, expanded=self.heads() * (key + value), index_dim=index)
+            widths = LatentWidths(latent, rope, key, get("v_head_dim", default=key + rope))
+            return LayerGroup("mla", 1, 1, latent + rope, latent=widths, index_dim=index)
         kv_heads, head_dim = self.kv_heads(kind, layer), self.head_dim(kind, layer)
         head_dim_v = self._own("v_head_dim", kind, layer) or head_dim
         if min(kv_heads, head_dim, head_dim_v) < 1:

@@ -4,7 +4,8 @@ Matrices in the layers get the chosen format. Embeddings and lm_head get int8 in
 reach all logits: with SmolLM2-135M, the mean KL divergence per token is 0.020 if only these matrices are rounded to
 fp8, and below 0.001 with int8 (measured). In 16 bits, lm_head would be 46 % of the bytes that a decode in int4 reads.
 Experts are rounded if the model holds the matrices of all experts of a layer in one tensor, and if the checkpoint has
-them alone or in the same order. Routers, norms, biases and position embeddings are not rounded.
+them alone or in the same order. Routers, norms, biases, position embeddings and matrices that
+expand latent vectors are not rounded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llmsched.engine.architecture.quantised_layouts import expert_matrix
+from llmsched.engine.architecture.quantised_matrix import EXPANDING
 from llmsched.engine.architecture.quantization import JOINED_EXPERTS, format_name, settings_of
 from llmsched.engine.errors import ConfigError
 
@@ -43,7 +45,7 @@ ONLINE_FORMATS: Mapping[str, OnlineFormat] = {
 }
 #: Rows of matrices with 4-bit codes consist of blocks of this size.
 _BLOCK = 32
-_KEPT = re.compile(r"bias|norm|router|conv|\bgate\.|wpe|position|vis(ual|ion)|audio|projector")
+_KEPT = re.compile(rf"bias|norm|router|conv|\bgate\.|wpe|position|vis(ual|ion)|audio|projector|\b{EXPANDING}\b")
 _EXPERTS = re.compile(r"\.experts\b")
 _JOINED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj")
 _VOCABULARY = re.compile(r"lm_head|embed|\bwte\b")

@@ -17,6 +17,11 @@ Layout = Literal["awq", "gptq", "int32", "int8", "fp8", "fp4", "bitsandbytes", "
 _COLUMNS, _GROUP = 32, 16
 
 
+#: Name of the matrices that expand latent vectors (MLA). They are dequantised, because a decode multiplies queries by
+#: one part of them and outputs by the transposed other part (see kernels/latents.py).
+EXPANDING = "kv_b_proj"
+
+
 class Stored(NamedTuple):
     """Tensor in a file. `dtype` is the name of its type in safetensors, such as "F8_E4M3"."""
 
@@ -45,7 +50,7 @@ class QuantisedMatrix:
     @property
     def is_kept(self) -> bool:
         """True if the matrix can stay quantised alone. Those of single experts can only if they are joined."""
-        return self.layout == "experts" or ".experts." not in self.weight
+        return self.layout == "experts" or not (".experts." in self.weight or f".{EXPANDING}." in self.weight)
 
     @property
     def is_ordered(self) -> bool:

@@ -37,7 +37,7 @@ _SETTINGS = ("quantization_config", "compression_config")
 #: Types of models whose checkpoints have a matrix for each expert, but which hold the matrices of all experts joined.
 JOINED_EXPERTS = frozenset(
     {"mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
-    | {"dots1", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe"}
+    | {"dots1", "glm4_moe_lite", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe"}
 )
 
 _FORMAT_IN_NAME = re.compile(

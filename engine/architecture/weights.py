@@ -19,7 +19,7 @@ from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Field
 from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS, format_of
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantised_layouts import joined_experts, read_matrices
-from llmsched.engine.architecture.quantised_matrix import QuantisedMatrix, Stored
+from llmsched.engine.architecture.quantised_matrix import EXPANDING, QuantisedMatrix, Stored
 from llmsched.engine.architecture.quantization import Quantization, quantization_of, settings_of
 from llmsched.engine.architecture.served_formats import refusal_of_format
 from llmsched.engine.architecture.standard_settings import standardise
@@ -151,7 +151,8 @@ def _is_wide(name: str, counted: Parameters, quantization: Quantization) -> bool
     """Return True if a module has matrices that `llmsched serve` does not hold quantised."""
     if counted.experts and not (quantization.keeps_experts and quantization.bits(name, expert=True)):
         return True
-    return bool(counted.embeddings) or (counted.linear > 0 and quantization.bits(name) is None)
+    dense = quantization.bits(name) is None or name.endswith(EXPANDING)
+    return bool(counted.embeddings) or (counted.linear > 0 and dense)
 
 
 def modules_of(fields: Fields) -> tuple[Mapping[str, Parameters], tuple[str, ...]]:
@@ -190,7 +191,8 @@ def stored_bytes(
     for name, counted in modules.items():
         for place, (each, count) in enumerate(zip(Parameters._fields, counted, strict=True)):
             bits = None
-            if count and quantization is not None and each in quantised:
+            kept = each in quantised and not (packed and name.endswith(EXPANDING))
+            if count and quantization is not None and kept:
                 bits = quantization.bits(name, expert=each == "experts", packed=packed)
             sizes[place] += count * (dtype_bytes if bits is None else bits / 8)
     return Parameters(*map(round, sizes))
@@ -252,7 +254,9 @@ def _from_headers(
     kept = [matrix for matrix in matrices if matrix.is_kept]
     by_name = {each.weight: each for each in matrices}
     kept += chain.from_iterable(joined_experts(by_name, stored, fields.model_type).values())
-    wide = [matrix.weight for matrix in matrices if matrix.weight not in {each.weight for each in kept}]
+    packed_names = {each.weight for each in kept}
+    wide = [matrix.weight for matrix in matrices if matrix.weight not in packed_names]
+    dense_experts = any(".experts." in name for name in wide)
     sizes = {matrix.weight: math.prod(matrix.shape) * dtype_bytes for matrix in matrices}
     sizes |= {matrix.weight: matrix.packed_bytes for matrix in kept}
     for name, tensor in stored.items():
@@ -273,7 +277,7 @@ def _from_headers(
             count += size
     codes = tuple(sorted({matrix.code for matrix in kept}))
     notes = [f"matrices in {', '.join(codes)} stay quantised"] if kept else []
-    if len(matrices) > len(kept):
+    if dense_experts:
         notes.append(_DENSE_EXPERTS)
     if other := sorted({tensor.dtype for tensor in stored.values()} - FLOATS):
         notes.append(f"tensors of type {', '.join(other)} count as stored")

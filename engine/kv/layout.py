@@ -84,7 +84,7 @@ class LayerGrouping(NamedTuple):
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of one token's KV in one group."""
-        return sum(layers.cached_bytes_per_token(dtype_bytes) for layers in self.group)
+        return sum(layers.bytes_per_token(dtype_bytes) for layers in self.group)
 
 
 def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> LayerGrouping:

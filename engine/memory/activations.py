@@ -11,6 +11,10 @@ A step runs MLPs or experts, attention and the sampler one after the other, so t
                (the third and fourth are rows and outputs of one expert; gate, up and their product; sums in fp32)
     attention  tokens x ((2 x hidden + 3 x query + 2 x kv + 2 x head_dim) x dtype + 2 x query x 4)
                + context x bytes per token of the keys and values that one layer gathers for one sequence
+    latent     tokens x (2 x hidden + heads x (N + P + 2 x M)) x dtype
+    attention  + the larger of tokens x heads x (3 x R + P) x dtype and, for the keys and values that are expanded,
+               (context x (R + P) + context x heads at once x (N + M + 2 x max(N + P, M))) x dtype
+               (for the letters see kernels/latents.py, which limits the heads at once to 128 MiB)
     sampler    sequences x vocab x dtype + 3 x min(sequences x vocab x 4, limit)
                (the second term is for sequences with penalties or log-probabilities; the others are sampled without a
                copy, but on a CPU each thread needs vocab x 8 bytes, which are not counted)
@@ -19,9 +23,9 @@ A step runs MLPs or experts, attention and the sampler one after the other, so t
 number of routed experts per token and expert the width of one; hidden, inner, query, kv, head_dim and vocab are sizes
 of the model. A CPU without bfloat16 instructions computes products of 16-bit numbers in fp32 and then rounds them, so
 the MLP needs tokens x inner x 6 bytes more, because gate and up are computed as one product. Where matrices stay
-quantised, a CPU needs 2 MiB more for the MLP, into which parts of them are unpacked. The attention term applies only to
-CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes that torch allocates.
-graph_memory.py has the memory of CUDA graphs.
+quantised, a CPU needs 2 MiB more for the MLP, into which parts of them are unpacked. The term of attention that is not
+latent applies only to CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes that
+torch allocates. graph_memory.py has the memory of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from llmsched.engine.architecture.geometry import LayerGroup
+from llmsched.kernels.latents import EXPANDED_BYTES, LatentWidths
 from llmsched.kernels.packed_matrix import TILE_NUMBERS
 
 if TYPE_CHECKING:
@@ -78,15 +83,18 @@ def activation_bytes(
     mlp = max(mlp, expert_bytes(shape, num_tokens, dtype_bytes, kind))
     logits = num_seqs * shape.vocab_size
     sampler = logits * dtype_bytes + LOGITS_COPIES * min(_FLOAT32 * logits, logits_bytes)
-    if kind == "cuda":
-        return max(mlp, sampler)
-    groups = [group for group in shape.geometry.groups if group.kind != "state"]
-    attention = (_attention_bytes(shape, group, num_tokens, dtype_bytes, context) for group in groups)
+    attention = [0]
+    for group in shape.geometry.groups:
+        if group.latent is not None:
+            attention.append(_latent_bytes(shape, group.latent, num_tokens, dtype_bytes, context, kind))
+        elif group.kind != "state" and kind == "cpu":
+            attention.append(_attention_bytes(shape, group, num_tokens, dtype_bytes, context))
     return max(mlp, sampler, *attention)
 
 
 def mlp_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
-    head_dim = max(group.head_dim_k for group in shape.geometry.groups)
+    groups = shape.geometry.groups
+    head_dim = max(group.head_dim_k if group.latent is None else group.latent.rope for group in groups)
     return num_tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * head_dim) * dtype_bytes
 
 
@@ -97,6 +105,24 @@ def expert_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int, kind: Lit
     if kind == "cpu":
         return num_tokens * ((4 * hidden + 3 * size) * dtype_bytes + 2 * hidden * _FLOAT32)
     return num_tokens * ((4 * hidden + chosen * (hidden + size)) * dtype_bytes + chosen * _PAIR_BYTES)
+
+
+def _latent_bytes(
+    shape: ModelShape,
+    widths: LatentWidths,
+    num_tokens: int,
+    dtype_bytes: int,
+    context: int,
+    kind: Literal["cuda", "cpu"],
+) -> int:
+    rows = 2 * shape.hidden_size + shape.heads * (widths.key + widths.rope + 2 * widths.value)
+    absorbed = num_tokens * shape.heads * (3 * widths.rank + widths.rope) * dtype_bytes
+    of_head = context * widths.expanded * dtype_bytes
+    expanded = max(EXPANDED_BYTES, of_head)
+    if kind == "cpu":  # a GPU expands the contexts of several sequences at one time
+        expanded = min(shape.heads * of_head, expanded)
+    expanded += context * (widths.rank + widths.rope) * dtype_bytes + CHUNK_TILE * context * (1 + dtype_bytes)
+    return num_tokens * rows * dtype_bytes + max(absorbed, expanded)
 
 
 def _attention_bytes(shape: ModelShape, group: LayerGroup, num_tokens: int, dtype_bytes: int, context: int) -> int:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.experts import ExpertParts
+from llmsched.engine.model.latent_attention import LatentParts, tables_of
 from llmsched.engine.model.modules import Linear, Norm, UnknownStructureError
 from llmsched.engine.model.packed_modules import PackedLinear
 from llmsched.engine.model.paged import PagedContext, PagedModel, run_alone
@@ -62,8 +63,31 @@ class Mlp(NamedTuple):
         return self.down.compute(kernels, activate(self.up.compute(kernels, rows, lora), self.activation), lora)
 
 
+class LatentProducts(NamedTuple):
+    """Products of latent attention before its attention, see LatentParts."""
+
+    parts: LatentParts
+    project: tuple[Product, ...]  # queries, or their narrow form, and latent vectors: together if they can be joined
+    wide_query: Product | None
+
+    def compute(self, kernels: Any, rows: Tensor, lora: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Return the queries of all heads, and the latent vectors with rotary keys, before norms and rotation."""
+        found = [each.compute(kernels, rows, lora) for each in self.project]
+        query, compressed = (
+            found
+            if len(found) == 2
+            else found[0].split([self.parts.query.out_features, self.parts.compress.out_features], dim=1)
+        )
+        narrow = self.parts.narrow
+        if narrow is not None and self.wide_query is not None:
+            normed = kernels.add_norm(query.contiguous(), None, *narrow.norm, **narrow.rule._asdict())
+            query = self.wide_query.compute(kernels, normed, lora)
+        return query, compressed
+
+
 class Layer(NamedTuple):
-    project: Product
+    latent: LatentProducts | None  # in a layer with latent attention, which uses neither of the next four
+    project: Product | None
     #: Weights of norms of queries and of keys that `rotate_and_write` does not compute, see `head_norm_of`.
     other_norms: tuple[Tensor, ...]
     clip: float | None  # limits the size of queries, keys and values
@@ -78,6 +102,14 @@ class Layer(NamedTuple):
     shared_gate: Product | None
     mlp_norm: Tensor | None  # weights of a norm after the MLP
     next_norm: Norm | None  # first norm of the next layer, or the model's last norm
+
+
+class LayerViews(NamedTuple):
+    """Context of a step, and its slots and block tables for each group of layers."""
+
+    context: PagedContext
+    slots: tuple[Tensor, ...]
+    block_tables: tuple[Tensor, ...]
 
 
 class FusedDecoder:
@@ -125,7 +157,8 @@ class FusedDecoder:
             options |= zip(("query_weight", "key_weight"), weights, strict=True)
             options |= {"norm_last": traits.norm_last, "eps": self._rule["eps"], "offset": self._rule["offset"]}
         return Layer(
-            project=self._product(layer.projections),
+            latent=None if layer.latent is None else self._fuse_latent(layer.latent),
+            project=self._product(layer.projections) if layer.projections else None,
             other_norms=weights if other else (),
             clip=layer.clip,
             heads=options,
@@ -141,6 +174,12 @@ class FusedDecoder:
             next_norm=next_norm,
         )
 
+    def _fuse_latent(self, parts: LatentParts) -> LatentProducts:
+        linears = [parts.query, parts.compress]
+        alike = len({(isinstance(each, PackedLinear), each.bias is None) for each in linears}) == 1
+        project = (self._product(linears),) if alike else tuple(self._product([each]) for each in linears)
+        return LatentProducts(parts, project, None if parts.narrow is None else self._product([parts.narrow.expand]))
+
     def _fuse_mlp(self, parts: MlpParts) -> Mlp:
         return Mlp(self._product(parts.up), self._product([parts.down]), parts.activation, parts.gated)
 
@@ -154,24 +193,14 @@ class FusedDecoder:
     def forward(self, input_ids: Tensor, positions: Tensor, context: PagedContext, logit_rows: Tensor | None) -> Tensor:
         kernels, traits, factors = self._kernels, self._parts.traits, self._parts.factors
         lora = context.lora
-        lengths = (context.cu_seqlens_q, context.context_lens)
-        slots, block_tables = context.slot_mapping.unbind(0), context.block_tables.unbind(0)
+        views = LayerViews(context, context.slot_mapping.unbind(0), context.block_tables.unbind(0))
         residual = _scaled(self._parts.embed(input_ids), factors.embedding)
         tables = self._tables(residual, positions)
         normed = self._normalised(residual, None, self._parts.layers[0].attention_norm)
         for index, layer in enumerate(self._layers):
-            keys, values, group, scales = context.cache.of_layer(index)
-            call = layer.call
             # Each tensor is an argument or replaces `branch`, so that none is kept longer than the memory plan says.
-            branch = self._project(layer, normed, lora)
-            branch = kernels.rotate_and_write(
-                branch, *tables[layer.rotary], keys, values, slots[group], kv_scales=scales, **layer.heads
-            )
-            branch = kernels.paged_attention(
-                branch, keys, values, block_tables[group], *lengths,
-                work=context.works[index], scale=call.scale, window=call.shape.window, softcap=call.softcap,
-                sinks=call.sinks, slopes=call.slopes, kv_scales=scales,
-            )  # fmt: skip
+            attend = self._attend if layer.latent is None else self._attend_latents
+            branch = attend(layer, normed, tables[layer.rotary], views, index)
             branch = _scaled(layer.output.compute(kernels, branch.flatten(1), lora), factors.residual)
             if traits.parallel:
                 if layer.middle_norm is not None:
@@ -201,8 +230,44 @@ class FusedDecoder:
             residual += branch if branch_weight is None else add_norm(branch, None, branch_weight, **self._rule)
         return residual
 
+    def _attend(
+        self, layer: Layer, rows: Tensor, tables: tuple[Tensor, Tensor], views: LayerViews, index: int
+    ) -> Tensor:
+        """Write the keys and values of `rows` to the cache. Return the outputs of all heads, [T, heads, D]."""
+        context, call = views.context, layer.call
+        keys, values, group, scales = context.cache.of_layer(index)
+        query = self._kernels.rotate_and_write(
+            self._project(layer, rows, context.lora), *tables, keys, values, views.slots[group], kv_scales=scales, **layer.heads
+        )
+        output: Tensor = self._kernels.paged_attention(
+            query, keys, values, views.block_tables[group], context.cu_seqlens_q, context.context_lens,
+            work=context.works[index], scale=call.scale, window=call.shape.window, softcap=call.softcap,
+            sinks=call.sinks, slopes=call.slopes, kv_scales=scales,
+        )  # fmt: skip
+        return output
+
+    def _attend_latents(
+        self, layer: Layer, rows: Tensor, tables: tuple[Tensor, Tensor], views: LayerViews, index: int
+    ) -> Tensor:
+        """Write the latent vectors and rotary keys of `rows` to the cache. Return the outputs of all heads."""
+        assert layer.latent is not None
+        context, call, parts = views.context, layer.call, layer.latent.parts
+        latents, rope_keys, group, scales = context.cache.of_layer(index)
+        query, compressed = layer.latent.compute(self._kernels, rows, context.lora)
+        query = query.view(len(query), call.heads, -1)
+        self._kernels.rotate_and_write_latents(
+            query, compressed, parts.norm.weight, *tables, latents, rope_keys, views.slots[group],
+            eps=parts.rule.eps, offset=parts.rule.offset, interleaved=parts.interleaved, kv_scales=scales,
+        )  # fmt: skip
+        output: Tensor = self._kernels.latent_attention(
+            query, latents, rope_keys, parts.weight, views.block_tables[group], context.cu_seqlens_q,
+            context.context_lens, work=context.works[index], scale=call.scale, kv_scales=scales,
+        )  # fmt: skip
+        return output
+
     def _project(self, layer: Layer, rows: Tensor, lora: Sequence[Any]) -> Tensor:
         """Return queries, keys and values before their rotation."""
+        assert layer.project is not None
         projected = layer.project.compute(self._kernels, rows, lora)
         start = 0
         for weight in layer.other_norms:
@@ -232,10 +297,12 @@ class FusedDecoder:
             if kind is False or self._parts.rotary is None:
                 cos = sin = hidden.new_empty(1, len(positions), 0)
             else:
-                cos, sin = self._parts.rotary(
-                    hidden[None], positions[None], **({} if kind is None else {"layer_type": kind})
+                cos, sin = tables_of(
+                    self._parts.rotary(hidden[None], positions[None], **({} if kind is None else {"layer_type": kind}))
                 )
-            cos, sin = (self._parts.rotation.tables(table)[0].to(hidden.dtype).contiguous() for table in (cos, sin))
+            # Rotary keys of latent attention keep the precision of the model's tables.
+            dtype = hidden.dtype if self._parts.layers[0].latent is None else cos.dtype
+            cos, sin = (self._parts.rotation.tables(table)[0].to(dtype).contiguous() for table in (cos, sin))
             found.append((cos, sin))
         return found
 
@@ -265,6 +332,10 @@ def _check_calls(calls: Sequence[AttentionCall], rotated: Sequence[int]) -> None
     # `rotated` has the number of rotated dimensions of a head for each rotary embedding.
     for call in calls:
         shape = call.shape
+        if call.latent is not None:
+            if set(rotated) != {call.latent.rope}:
+                raise UnknownStructureError(f"rotary embeddings of {rotated} for keys of {call.latent.rope} numbers")
+            continue
         if shape.key_dim != shape.value_dim:
             raise UnknownStructureError("keys and values differ in width")
         if max(rotated) > shape.key_dim:

@@ -16,7 +16,7 @@ import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.kernels.dispatch import paged_attention, prepare_attention, write_kv
+from llmsched.kernels.dispatch import latent_attention, paged_attention, prepare_attention, write_kv
 from llmsched.kernels.fp8 import as_bytes
 from llmsched.kernels.reference import AttentionOptions, AttentionShape, Put
 
@@ -27,7 +27,10 @@ _POPULATED_BYTES = 2 << 20
 
 
 class LayerShape(NamedTuple):
-    """Shape of one layer's KV."""
+    """Shape of one layer's KV.
+
+    In latent attention, keys are latent vectors, and values are rotary keys (see kernels/latents.py).
+    """
 
     kv_heads: int
     key_dim: int  # width of one head's key
@@ -187,6 +190,34 @@ class PagedContext:
             self.context_lens,
             work=self.works[layer],
             **options,
+        )
+
+    def attend_latents(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        rope_keys: torch.Tensor,
+        weight: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write a layer's new latent vectors [T, 1, R] and rotary keys [T, 1, P], then compute latent attention.
+
+        `query` is [T, heads, N + P] and `weight` [heads x (N + M), R]; the result is [T, heads, M].
+        """
+        kept, kept_ropes, group, scales = self.cache.of_layer(layer)
+        write_kv(latents, rope_keys, kept, kept_ropes, self.slot_mapping[group], kv_scales=scales)
+        return latent_attention(
+            query,
+            kept,
+            kept_ropes,
+            weight,
+            self.block_tables[group],
+            self.cu_seqlens_q,
+            self.context_lens,
+            scale=scale,
+            kv_scales=scales,
+            work=self.works[layer],
         )
 
 

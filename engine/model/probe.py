@@ -20,7 +20,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from llmsched.engine.errors import ModelError
+from llmsched.engine.model.latent_attention import keep_latents, latent_weight
 from llmsched.engine.model.paged import LayerShape
+from llmsched.kernels.latents import LatentWidths
 from llmsched.kernels.reference import AttentionShape
 
 IMPLEMENTATION = "llmsched_probe"
@@ -54,10 +56,11 @@ class AttentionCall(NamedTuple):
     item_size: int  # bytes of an element of the query
     slopes: torch.Tensor | None = None
     rotates: bool = True  # False if the layer has no rotary embedding
+    latent: LatentWidths | None = None  # of latent attention
 
     @property
     def attention(self) -> AttentionShape:
-        return AttentionShape(self.heads, *self.shape[:4], self.item_size)
+        return AttentionShape(self.heads, *self.shape[:4], self.item_size, self.latent)
 
 
 class Recording(NamedTuple):
@@ -78,6 +81,7 @@ def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         raise ModelError(f"{name} takes no position_ids or no extra keywords, so it cannot compute a packed batch")
+    keep_latents(model)
     set_attention(model, IMPLEMENTATION)
     vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.arange(1, NUM_TOKENS + 1, device=model.device)
@@ -165,11 +169,18 @@ def recording_attention(
                 "the model cannot be served"
             )
     source = next((other for other, keys in paged_context.keys.items() if keys.data_ptr() == key.data_ptr()), None)
-    shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window, source)
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    shape, width = LayerShape(key.shape[1], key.shape[3], value.shape[3], sliding_window, source), value.shape[3]
+    scale, latent = query.shape[3] ** -0.5 if scaling is None else scaling, None
+    if (weight := latent_weight(module)) is not None:
+        if sliding_window is not None or softcap is not None or s_aux is not None:
+            raise ModelError(f"{name} is latent attention with a window, soft-capping or sinks: it cannot be served")
+        latent = LatentWidths.of(query[0].transpose(0, 1), key, value, weight)
+        width = latent.value
     paged_context.keys[layer], paged_context.queries[layer] = key, query[0, :, -1].float()
-    paged_context.calls[layer] = AttentionCall(shape, scale, softcap, s_aux, query.shape[1], query.element_size())
-    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    paged_context.calls[layer] = AttentionCall(
+        shape, scale, softcap, s_aux, query.shape[1], query.element_size(), latent=latent
+    )
+    return value.new_zeros(1, query.shape[2], query.shape[1], width), None
 
 
 def check_keywords(module: torch.nn.Module, keywords: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmsched.engine.model.experts import ExpertParts, read_experts
+from llmsched.engine.model.latent_attention import LatentParts, latent_weight, read_latent_parts
 from llmsched.engine.model.modules import (
     Linear,
     Norm,
@@ -43,6 +44,7 @@ class LayerParts:
     attention_norm: Norm | None  # None if attention reads the residual itself
     mlp_norm: Norm | None  # None if the MLP reads the residual itself or, in a parallel layer, the norm of attention
     branch_norms: tuple[Tensor | None, Tensor | None]  # weights of norms after attention and after the MLP
+    latent: LatentParts | None  # in a layer with latent attention
     projections: tuple[Linear, ...]  # compute queries, keys and values, each alone or several in one
     head_norms: tuple[Tensor, ...]  # weights of norms of queries and keys, see `head_norm_of`; empty without norms
     output: Linear
@@ -70,7 +72,7 @@ class LayerTraits(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors between modules (Granite)."""
+    """Factors between modules (Granite, MiniCPM3)."""
 
     embedding: float
     residual: float  # of what attention and MLP add to the residual
@@ -102,7 +104,7 @@ def read_structure(model: PreTrainedModel) -> DecoderParts:
     if "embed_norm" in inner:
         embed = nn.Sequential(embed, inner["embed_norm"])
     for index, layer in enumerate(inner["layers"].children()):
-        parts, found = _read_layer(layer, config, rules, None if kinds is None else kinds[index])
+        parts, found = _read_layer(layer, config, rules, None if kinds is None else kinds[index], inner.get("rotary"))
         layers.append(parts)
         traits.add(found)
     if len(rules) > 1:
@@ -127,19 +129,27 @@ def read_structure(model: PreTrainedModel) -> DecoderParts:
         traits=traits.pop(),
         factors=Factors(
             float(getattr(config, "embedding_multiplier", None) or 1),
-            float(getattr(config, "residual_multiplier", None) or 1),
+            float(getattr(config, "residual_multiplier", None) or getattr(layer, "residual_scale", None) or 1),
             float(getattr(config, "logits_scaling", None) or 1 / (getattr(model, "logit_scale", None) or 1)),
         ),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
 
 
-def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None) -> tuple[LayerParts, LayerTraits]:
+def _read_layer(
+    layer: Any, config: Any, rules: set[NormRule], kind: str | None, rotary: nn.Module | None
+) -> tuple[LayerParts, LayerTraits]:
     """Return the parts and traits of a layer, and add the layer's norm rules to `rules`."""
     norms = "attention_norm post_attention_norm post_self_attention_norm mlp_norm post_mlp_norm"
     parts = children(layer, "a layer", "attention mlp", norms)
     roles = "qkv grouped_qkv query key value query_norm key_norm late_query_norm late_key_norm"
-    attention = children(parts["attention"], "attention", "output", roles, own="sinks")
+    latent = None
+    if latent_weight(parts["attention"]) is None:
+        attention = children(parts["attention"], "attention", "output", roles, own="sinks")
+        projections = first_of(attention, "attention", "grouped_qkv", "qkv", "query key value")
+    else:
+        latent, output = read_latent_parts(parts["attention"], rotary)
+        attention, projections = {"output": output}, []
     if getattr(parts["attention"], "is_causal", True) is not True:
         raise UnknownStructureError("attention is not causal")
     mlp, experts, shared_gate = _read_mlp(parts["mlp"], config)
@@ -154,7 +164,6 @@ def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None)
     names = ("late_query_norm", "late_key_norm") if late else ("query_norm", "key_norm")
     heads = [head_norm_of(attention[name]) for name in names if name in attention]
     rules |= {rule for _, rule in heads}
-    projections = first_of(attention, "attention", "grouped_qkv", "qkv", "query key value")
     traits = LayerTraits(
         by_group=projections == ["grouped_qkv"],
         norm_last=late,
@@ -166,6 +175,7 @@ def _read_layer(layer: Any, config: Any, rules: set[NormRule], kind: str | None)
         attention_norm=norm_of(parts["attention_norm"]) if "attention_norm" in parts else None,
         mlp_norm=norm_of(parts["mlp_norm"]) if "mlp_norm" in parts else None,
         branch_norms=(after[0], after[1]),
+        latent=latent,
         projections=tuple(linear(attention[name]) for name in projections),
         head_norms=tuple(weights for weights, _ in heads),
         output=linear(attention["output"]),

@@ -19,6 +19,7 @@ from llmsched.engine.config import ModelImplementation
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.decoder import FusedDecoder
+from llmsched.engine.model.latent_attention import latent_weight
 from llmsched.engine.model.modules import UnknownStructureError
 from llmsched.engine.model.own_attention import own_attention
 from llmsched.engine.model.paged import PagedContext, PagedModel
@@ -139,18 +140,23 @@ def attention_forward(
     """Compute attention over the paged cache, with the signature of transformers' attention functions.
 
     The shapes are: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, Dv], attention sinks s_aux
-    [heads]. Returns [1, T, heads, Dv]. Raises ModelError for a mask or an unknown keyword argument.
+    [heads]. Returns [1, T, heads, Dv]. Latent attention has latent vectors [1, 1, T, R] as keys and rotary keys [1, 1,
+    T, P] as values. Raises ModelError for a mask or an unknown keyword argument.
     """
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")
     check_keywords(module, others)
     layer: Any = module.layer_idx
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    if (weight := latent_weight(module)) is not None:
+        latents, rope_keys = packed(key), packed(value)
+        return paged_context.attend_latents(layer, packed(query), latents, rope_keys, weight, scaling)[None], None
     output = paged_context.attend(
         layer,
         packed(query),
         packed(key),
         packed(value),
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        scale=scaling,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,

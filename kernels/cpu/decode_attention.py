@@ -33,13 +33,17 @@ from llmsched.kernels.cpu.vectors import (
 MAX_ROW_QUERIES = 16  # queries per sequence; for more, matrix products are faster (measured: from 12 to 24 on)
 SPLIT = 256
 TILE = 64  # keys or values that are converted at a time, so that they stay in the first-level cache
+SHARING_HEADS = 8  # query heads of a work item in latent attention
 PARALLEL_PRODUCTS = 1 << 18  # multiply-adds (about 15 us on one core) from which several threads are faster
 
 TOKEN, SEQUENCE, START, STOP, FIRST_SPLIT = range(5)  # first index of the array of list_rows
 Arguments = arguments_type(
-    addresses=("query", "keys", "values", "tables", "rows", "parts", "stats", "sinks", "slopes", "scales", "output"),
+    addresses=(
+        *("query", "keys", "values", "tables", "rows", "parts", "stats", "sinks", "slopes", "scales", "output"),
+        *("rope_query", "rope_keys"),
+    ),
     sizes=(
-        *("num_tokens", "heads", "head_dim", "num_blocks", "kv_heads", "block_size", "value_dim"),
+        *("num_tokens", "heads", "head_dim", "num_blocks", "kv_heads", "block_size", "value_dim", "rope_dim"),
         *("num_sequences", "max_blocks", "num_rows", "num_splits"),
     ),
     floats=("scale", "softcap"),
@@ -89,15 +93,22 @@ def attend_rows(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write the attention of the query tokens in `listed` to `output` [tokens, heads, value_dim].
 
     `query` and `output` have the same type, float32 or bfloat16. `sinks`, `slopes` and `kv_scales` are float32, the
     caches are of a type in ELEMENTS, and `block_tables` are int32. All tensors must be contiguous.
+
+    `rope` is for latent attention, in which all heads share one KV head, whose keys are also its values. It has more
+    numbers of the queries [tokens, heads, P], and of the keys [num_blocks, 1, block_size, P], whose products are added
+    to the scores. The scales in `kv_scales` are then those of the keys and of these numbers.
     """
     rows, num_splits = listed
     tokens, heads, head_dim = query.shape
     num_blocks, kv_heads, block_size, value_dim = value_cache.shape
+    if rope is not None and heads % SHARING_HEADS == 0:  # several threads can then share a split
+        kv_heads = heads // SHARING_HEADS
     parts = torch.empty(num_splits, heads, value_dim)
     stats = torch.empty(num_splits, heads, 2)
     arguments = Arguments(
@@ -112,6 +123,7 @@ def attend_rows(
         address_of(slopes),
         address_of(kv_scales),
         output.data_ptr(),
+        *((0, 0) if rope is None else (part.data_ptr() for part in rope)),
         tokens,
         heads,
         head_dim,
@@ -119,13 +131,14 @@ def attend_rows(
         kv_heads,
         block_size,
         value_dim,
+        0 if rope is None else rope[0].shape[2],
         *block_tables.shape,
         rows.shape[1] - 1,
         num_splits,
         scale,
         softcap or 0.0,
     )
-    products = num_splits * SPLIT * heads * (head_dim + value_dim)
+    products = num_splits * SPLIT * heads * (head_dim + value_dim + arguments.rope_dim)
     body = thread_body(ELEMENTS[query.dtype], ELEMENTS[key_cache.dtype])
     run(body, arguments, parallel=products >= PARALLEL_PRODUCTS)
 
@@ -133,7 +146,7 @@ def attend_rows(
 @cache
 def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
     """Compile and return the function that each thread runs."""
-    in_bf16 = MULTIPLIES_BF16 and element == cached == ELEMENTS[torch.bfloat16]
+    score_heads = bf16_scores if MULTIPLIES_BF16 and element == cached == ELEMENTS[torch.bfloat16] else float_scores
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
@@ -141,18 +154,21 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
         group = a.heads // a.kv_heads
         query = numba.carray(as_pointer(a.query), (a.num_tokens, a.heads, a.head_dim), element)
         output = numba.carray(as_pointer(a.output), (a.num_tokens, a.heads, a.value_dim), element)
-        keys = numba.carray(as_pointer(a.keys), (a.num_blocks, a.kv_heads, a.block_size, a.head_dim), cached)
-        values = numba.carray(as_pointer(a.values), (a.num_blocks, a.kv_heads, a.block_size, a.value_dim), cached)
+        stored_heads = 1 if a.rope_dim > 0 else a.kv_heads
+        keys = numba.carray(as_pointer(a.keys), (a.num_blocks, stored_heads, a.block_size, a.head_dim), cached)
+        rope_query = numba.carray(as_pointer(a.rope_query), (a.num_tokens, a.heads, a.rope_dim), element)
+        rope_keys = numba.carray(as_pointer(a.rope_keys), (a.num_blocks, 1, a.block_size, a.rope_dim), cached)
+        values = numba.carray(as_pointer(a.values), (a.num_blocks, stored_heads, a.block_size, a.value_dim), cached)
         tables = numba.carray(as_pointer(a.tables), (a.num_sequences, a.max_blocks), np.int32)
         rows = numba.carray(as_pointer(a.rows), (5, a.num_rows + 1), np.intp)
         parts = numba.carray(as_pointer(a.parts), (a.num_splits, a.heads, a.value_dim), np.float32)
         stats = numba.carray(as_pointer(a.stats), (a.num_splits, a.heads, 2), np.float32)
         sinks = numba.carray(as_pointer(a.sinks), (a.heads,), np.float32)
         slopes = numba.carray(as_pointer(a.slopes), (a.heads,), np.float32)
-        scales = numba.carray(as_pointer(a.scales), (2, a.kv_heads), np.float32)
-        weights = np.empty((group, SPLIT), np.float32)
-        queries = np.empty((group, a.head_dim), np.float32)
+        scales = numba.carray(as_pointer(a.scales), (2, stored_heads), np.float32)
+        weights, rope_weights = np.empty((group, SPLIT), np.float32), np.empty((group, SPLIT), np.float32)
         key_tile, value_tile = np.empty((TILE, a.head_dim), np.float32), np.empty((TILE, a.value_dim), np.float32)
+        rope_tile = np.empty((TILE, a.rope_dim), np.float32)
         thread, row, items = thread_num(), 0, a.num_splits * a.kv_heads
         first, end = own_part(items, thread, a.num_threads)
         for item in range(first, end):
@@ -163,14 +179,15 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
             stop = min(start + SPLIT, rows[STOP, row])
             table, token = tables[rows[SEQUENCE, row]], rows[TOKEN, row]
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            for head in range(group):
-                for d in range(a.head_dim):
-                    queries[head, d] = to_float32(query[token, heads.start + head, d])
+            kv_head = min(kv_head, stored_heads - 1)
+            score_heads(query[token, heads], keys, table, kv_head, start, stop, weights, key_tile)
+            if a.rope_dim > 0:
+                score_heads(rope_query[token, heads], rope_keys, table, kv_head, start, stop, rope_weights, rope_tile)
+                ratio = scales[1, kv_head] / scales[0, kv_head] if a.scales != 0 else np.float32(1)
+                for head in range(group):
+                    for i in range(stop - start):
+                        weights[head, i] += ratio * rope_weights[head, i]
             scale = a.scale * scales[0, kv_head] if a.scales != 0 else a.scale
-            if in_bf16 and a.head_dim % WIDTH == 0:
-                score_bf16_split(query[token, heads], queries, keys, table, kv_head, start, stop, weights)
-            else:
-                score_split(queries, keys, table, kv_head, start, stop, weights, key_tile)
             for head in range(group):
                 for i in range(stop - start):
                     weights[head, i] *= scale
@@ -181,15 +198,43 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
             exponentiate(weights, stop - start, stats[split, heads])
             sum_values(weights, values, table, kv_head, start, stop, parts[split, heads], value_tile)
         barrier()
+        of_values = 0 if a.rope_dim > 0 else 1
         first, end = own_part(a.num_rows, thread, a.num_threads)
         for row in range(first, end):
             splits = slice(rows[FIRST_SPLIT, row], rows[FIRST_SPLIT, row + 1])
             for head in range(a.heads):
                 sink = sinks[head] if a.sinks != 0 else np.float32(-np.inf)
-                scale = scales[1, head // group] if a.scales != 0 else np.float32(1)
+                scale = scales[of_values, min(head // group, stored_heads - 1)] if a.scales != 0 else np.float32(1)
                 join_splits(parts[splits, head], stats[splits, head], sink, scale, output[rows[TOKEN, row], head])
 
     return body
+
+
+@jit()
+def float_scores(
+    query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scores: Any, tile: Any
+) -> None:
+    """Set scores[h, p - start] to query[h] . key at position p, for p from start to stop - 1."""
+    score_split(widened(query), keys, table, kv_head, start, stop, scores, tile)
+
+
+@jit()
+def bf16_scores(query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scores: Any, tile: Any) -> None:
+    """Do the same as `float_scores` for queries and keys of bfloat16."""
+    if query.shape[1] % WIDTH == 0:
+        score_bf16_split(query, widened(query), keys, table, kv_head, start, stop, scores)
+    else:
+        score_split(widened(query), keys, table, kv_head, start, stop, scores, tile)
+
+
+@jit()
+def widened(query: Any) -> Any:
+    """Return queries [heads, D] in float32."""
+    queries = np.empty(query.shape, np.float32)
+    for head in range(query.shape[0]):
+        for d in range(query.shape[1]):
+            queries[head, d] = to_float32(query[head, d])
+    return queries
 
 
 @jit()
@@ -230,7 +275,7 @@ def choose_convert(vectors: Any, number: Any, tile: Any, row: Any) -> Any:
 
 @jit()
 def score_split(query: Any, keys: Any, table: Any, kv_head: int, start: int, stop: int, scores: Any, tile: Any) -> None:
-    """Set scores[h, p - start] to query[h] . key at position p, for p from start to stop - 1."""
+    """Do the same as `float_scores` for queries of float32."""
     for begin in range(start, stop, TILE):
         end = min(begin + TILE, stop)
         convert_tile(keys, table, kv_head, begin, end, stop, tile)

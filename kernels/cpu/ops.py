@@ -18,12 +18,14 @@ from llmsched.kernels.cpu.compiled import STARTS_EMPTY as STARTS_EMPTY
 from llmsched.kernels.cpu.compiled import num_compiled as num_compiled
 from llmsched.kernels.cpu.decode_attention import MAX_ROW_QUERIES, RowList, attend_rows, list_rows
 from llmsched.kernels.cpu.experts import run_experts as run_experts
+from llmsched.kernels.cpu.latent_attention import attend_latent_chunk, attend_latent_rows
 from llmsched.kernels.cpu.lora import add_lora as add_lora
 from llmsched.kernels.cpu.lora import prepare_lora as prepare_lora
 from llmsched.kernels.cpu.prefill_attention import attend_chunk
 from llmsched.kernels.cpu.products import linear as linear
 from llmsched.kernels.experts import route as route
 from llmsched.kernels.fp8 import FP8_TYPES, stored
+from llmsched.kernels.latents import LatentWidths
 from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
 
 #: Types of activations that the kernels write; ops on others use the reference. They also write fp8 caches.
@@ -96,6 +98,36 @@ def paged_attention(
     return output.to(query.dtype)
 
 
+def latent_attention(
+    query: Tensor,
+    latents: Tensor,
+    rope_keys: Tensor,
+    weight: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    work: Work | None = None,
+) -> Tensor:
+    """Compute latent attention. Raises ValueError for caches of a type that is not in ELEMENTS."""
+    check_dtype(latents)
+    check_dtype(rope_keys)
+    if work is None:
+        work = list_work(cu_seqlens_q.numpy(), context_lens.numpy(), window=None)
+    widths, block_tables = LatentWidths.of(query, latents, rope_keys, weight), block_tables.contiguous()
+    output = query.new_empty(*query.shape[:2], widths.value)
+    batch = (latents, rope_keys, weight.detach())
+    for tokens, sequence, context in work.chunks:
+        output[tokens] = attend_latent_chunk(
+            query[tokens], *batch, block_tables[sequence], context, widths, scale=scale, kv_scales=kv_scales
+        )
+    if work.listed.num_splits:
+        attend_latent_rows(query, *batch, block_tables, work.listed, output, widths, scale=scale, kv_scales=kv_scales)
+    return output
+
+
 def as_float32(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().float().contiguous()
 
@@ -135,6 +167,23 @@ def rotate_and_write(
     written = projected.dtype in WRITTEN_TYPES and key_cache.dtype in (*WRITTEN_TYPES, *FP8_TYPES)
     rotate_and_write = layer.rotate_and_write if written else reference.rotate_and_write
     return rotate_and_write(projected, cos, sin, key_cache, value_cache, slot_mapping, **options)
+
+
+def rotate_and_write_latents(
+    query: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    latents: Tensor,
+    rope_keys: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+    **options: Any,
+) -> None:
+    rows, key = reference.rotated_latents(query, compressed, weight, cos, sin, latents.shape[3], **options)
+    write_kv(rows, key, latents, rope_keys, slot_mapping, kv_scales=kv_scales)
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

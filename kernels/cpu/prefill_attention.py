@@ -36,6 +36,29 @@ def attend_chunk(
     key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
     keys = gather(key_cache, blocks, query.dtype, key_scales)
     values = gather(value_cache, blocks, query.dtype, value_scales)
+    return attend_gathered(
+        query, keys, values, first_key, context, scale=scale, window=window, softcap=softcap, sinks=sinks, slopes=slopes
+    )
+
+
+def attend_gathered(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_key: int,
+    context: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Do the same as `attend_chunk` for keys [kv_heads, tokens, D] and values [kv_heads, tokens, Dv].
+
+    They belong to the positions from `first_key` on. There may be more tokens than the `context` tokens.
+    """
+    first_query = context - query.shape[0]
     output = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
     for start in range(first_query, context, QUERY_TILE):
         stop = min(start + QUERY_TILE, context)

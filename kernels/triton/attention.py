@@ -35,6 +35,8 @@ def begin_softmax(sinks, heads, real, is_first, BLOCK_M: tl.constexpr, SINKS: tl
 def score_keys(
     query,
     key,
+    rope_query,
+    rope_key,
     positions,
     keys,
     inside,
@@ -45,9 +47,13 @@ def score_keys(
     SOFTCAP: tl.constexpr,
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
 ):
     """Return the scores of a tile of keys, multiplied by log2 e because the kernel uses exp2."""
-    scores = tl.dot(query, key, input_precision="ieee") * scale
+    scores = tl.dot(query, key, input_precision="ieee")
+    if ROPE_DIM > 0:
+        scores = tl.dot(rope_query, rope_key, scores, input_precision="ieee")
+    scores *= scale
     if SOFTCAP:  # softcap * tanh(score / softcap)
         scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1)) * LOG2_E
     if SLOPES:
@@ -66,9 +72,11 @@ def visit_keys(
     maximum,
     total,
     query,
+    rope_query,
     positions,
     key_cache,
     value_cache,
+    rope_cache,
     table,
     kv_head,
     begin,
@@ -79,42 +87,59 @@ def visit_keys(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SLOPES: tl.constexpr,
+    LATENT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Continue the online softmax over keys begin to end - 1. Return the accumulator, maximum and total of each row."""
     # Without MASKED, each row must attend to all of these keys, and their number must be a multiple of BLOCK_N. Without
     # SOFTCAP, `scale` must contain the factor log2 e.
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    dims, value_dims, rope_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
     for start in range(begin, end, BLOCK_N):
+        rope_key = rope_query  # unused unless ROPE_DIM
         keys = start + tl.arange(0, BLOCK_N)
         inside = keys < end
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         cells = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        if ROPE_DIM > 0:
+            slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
+            rope_key = tl.load(
+                rope_cache + slots[None, :] * ROPE_DIM + rope_dims[:, None],
+                mask=(rope_dims < ROPE_DIM)[:, None] & inside[None, :],
+                other=0.0,
+            ).to(query.dtype)
+            if LATENT:
+                cells = slots
         key = tl.load(
             key_cache + cells[None, :] * HEAD_DIM + dims[:, None],
             mask=(dims < HEAD_DIM)[:, None] & inside[None, :],
             other=0.0,
         ).to(query.dtype)
         scores = score_keys(
-            query, key, positions, keys, inside, scale, softcap, slopes, WINDOW, SOFTCAP, SLOPES, MASKED
-        )
+            query, key, rope_query, rope_key, positions, keys, inside, scale, softcap, slopes,
+            WINDOW, SOFTCAP, SLOPES, MASKED, ROPE_DIM,
+        )  # fmt: skip
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # The maximum is -inf while a row has attended to no key; any finite base works then.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights, decay = tl.exp2(scores - base[:, None]), tl.exp2(maximum - base)
         total = total * decay + tl.sum(weights, 1)
-        value = tl.load(
-            value_cache + cells[:, None] * VALUE_DIM + value_dims[None, :],
-            mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
-            other=0.0,
-        ).to(query.dtype)
+        if LATENT:
+            value = tl.trans(key)
+        else:
+            value = tl.load(
+                value_cache + cells[:, None] * VALUE_DIM + value_dims[None, :],
+                mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
+                other=0.0,
+            ).to(query.dtype)
         accumulator = accumulator * decay[:, None]
         accumulator = tl.dot(weights.to(query.dtype), value, accumulator, input_precision="ieee")
         maximum = new_maximum
@@ -126,12 +151,17 @@ def attend_keys(
     query,
     query_stride,
     head_stride,
+    rope_query,
+    rope_stride,
+    rope_head_stride,
+    rope_factor,
     tokens,
     heads,
     real,
     positions,
     key_cache,
     value_cache,
+    rope_cache,
     table,
     kv_head,
     is_first,
@@ -145,15 +175,18 @@ def attend_keys(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
+    LATENT: tl.constexpr,
 ):
     """Compute the online softmax over keys begin to end - 1. Return the accumulator, maximum and total of each row."""
     dims = tl.arange(0, BLOCK_D)
@@ -162,6 +195,15 @@ def attend_keys(
         mask=real[:, None] & (dims < HEAD_DIM)[None, :],
         other=0.0,
     )
+    q_rope = q  # unused unless ROPE_DIM
+    if ROPE_DIM > 0:
+        rope_dims = tl.arange(0, BLOCK_R)
+        q_rope = tl.load(
+            rope_query + tokens[:, None] * rope_stride + heads[:, None] * rope_head_stride + rope_dims[None, :],
+            mask=real[:, None] & (rope_dims < ROPE_DIM)[None, :],
+            other=0.0,
+        )
+        q_rope = (q_rope * rope_factor).to(q.dtype)
     accumulator = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     maximum, total = begin_softmax(sinks, heads, real, is_first, BLOCK_M, SINKS)
     falling = maximum
@@ -171,14 +213,14 @@ def attend_keys(
     if WINDOW == 0:  # every query attends to the keys up to the first query's position
         masked_from = begin + tl.maximum(tl.minimum(end, first_position + 1) - begin, 0) // BLOCK_N * BLOCK_N
         accumulator, maximum, total = visit_keys(
-            accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, begin, masked_from,
-            scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
-            WINDOW, SOFTCAP, SLOPES, MASKED=False,
+            accumulator, maximum, total, q, q_rope, positions, key_cache, value_cache, rope_cache, table, kv_head,
+            begin, masked_from, scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, ROPE_DIM, BLOCK_SIZE, BLOCK_N,
+            BLOCK_D, BLOCK_V, BLOCK_R, WINDOW, SOFTCAP, SLOPES, LATENT, MASKED=False,
         )  # fmt: skip
     accumulator, maximum, total = visit_keys(
-        accumulator, maximum, total, q, positions, key_cache, value_cache, table, kv_head, masked_from, end,
-        scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V,
-        WINDOW, SOFTCAP, SLOPES, MASKED=True,
+        accumulator, maximum, total, q, q_rope, positions, key_cache, value_cache, rope_cache, table, kv_head,
+        masked_from, end, scale, softcap, falling, KV_HEADS, HEAD_DIM, VALUE_DIM, ROPE_DIM, BLOCK_SIZE, BLOCK_N,
+        BLOCK_D, BLOCK_V, BLOCK_R, WINDOW, SOFTCAP, SLOPES, LATENT, MASKED=True,
     )  # fmt: skip
     return accumulator, maximum, total
 
@@ -197,27 +239,36 @@ def attend_kernel(
     sinks,  # [heads]; unused unless SINKS
     slopes,  # [heads]; unused unless SLOPES
     scales,  # [2, KV_HEADS] of keys and values; unused unless FP8
+    rope_query,  # [T, heads, ROPE_DIM]; unused unless ROPE_DIM
+    rope_cache,  # [num_blocks, BLOCK_SIZE, ROPE_DIM]; unused unless ROPE_DIM
     scale,
     softcap,
     query_stride,  # elements from token to token and from head to head
     head_stride,
+    rope_stride,
+    rope_head_stride,
     max_blocks,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
+    LATENT: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """Compute one work item for one KV head."""
+    # With ROPE_DIM, queries and keys have more numbers, which all heads of the keys share. With LATENT, the keys are
+    # also the values, and are stored once for all KV heads. Scales are then [2], of the keys and of the numbers added.
     # Row m of a tile is query m // GROUP of the tile and query head m % GROUP of the KV head.
     kv_head = tl.program_id(0) % KV_HEADS  # innermost, so that long items start first
     item = items + tl.program_id(0) // KV_HEADS * 8
@@ -232,15 +283,21 @@ def attend_kernel(
     heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     positions = first_position + rows // GROUP
     table = block_tables + sequence.to(tl.int64) * max_blocks
+    rope_factor, value_scale = 1.0, 1.0
     if FP8:
-        scale *= tl.load(scales + kv_head)
+        key_scale = tl.load(scales if LATENT else scales + kv_head)
+        value_scale = key_scale if LATENT else tl.load(scales + KV_HEADS + kv_head)
+        scale *= key_scale
+        if LATENT:
+            rope_factor = tl.load(scales + 1) / key_scale
     accumulator, maximum, total = attend_keys(
-        query, query_stride, head_stride, tokens, heads, real, positions, key_cache, value_cache, table, kv_head,
-        is_first, sinks, slopes, begin, end, first_position, scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP, SINKS, SLOPES,
+        query, query_stride, head_stride, rope_query, rope_stride, rope_head_stride, rope_factor, tokens, heads, real,
+        positions, key_cache, value_cache, rope_cache, table, kv_head, is_first, sinks, slopes, begin, end,
+        first_position, scale, softcap, KV_HEADS, HEAD_DIM, VALUE_DIM, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+        BLOCK_V, BLOCK_R, WINDOW, SOFTCAP, SINKS, SLOPES, LATENT,
     )  # fmt: skip
     if FP8:
-        accumulator *= tl.load(scales + KV_HEADS + kv_head)
+        accumulator *= value_scale
     value_dims = tl.arange(0, BLOCK_V)
     written = real[:, None] & (value_dims < VALUE_DIM)[None, :]
     if slot < 0:

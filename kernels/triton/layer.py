@@ -130,6 +130,68 @@ def rotary_kernel(
             tl.store(cache + cell * DIM + numbers, stored(x, scale, cache.dtype.element_ty, FP8), mask=inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+def latent_kernel(
+    query,  # [T, HEADS, WIDTH]
+    compressed,  # [T, RANK + ROPE]
+    weight,  # [RANK]
+    cos,  # [T, ROPE]
+    sin,  # [T, ROPE]
+    latents,  # [num_slots, RANK]
+    rope_keys,  # [num_slots, ROPE]
+    slot_mapping,  # [T] int64
+    scales,  # [2] of latent vectors and rotary keys; unused unless FP8
+    eps,
+    offset,
+    compressed_stride,  # elements from token to token
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Compute `reference.rotate_and_write_latents` for one query head of one token, or for its cached vectors."""
+    # The last program of a token is for the cached vectors. A query is rotated in place, so it must have one warp,
+    # which loads all numbers before it stores any.
+    HALF: tl.constexpr = ROPE // 2
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cached = head == HEADS
+    source = query + (token * HEADS + head) * WIDTH + WIDTH - ROPE
+    if cached:
+        source = compressed + token * compressed_stride + RANK
+    pairs = tl.arange(0, BLOCK_R)
+    inside = pairs < HALF
+    first, second = pairs, pairs + HALF
+    if INTERLEAVED:
+        first, second = 2 * pairs, 2 * pairs + 1
+    x = tl.load(source + first, mask=inside, other=0.0)
+    y = tl.load(source + second, mask=inside, other=0.0)
+    c = tl.load(cos + token * ROPE + pairs, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * ROPE + pairs, mask=inside, other=0.0).to(tl.float32)
+    low = (x.to(tl.float32) * c - y.to(tl.float32) * s).to(x.dtype)
+    high = (y.to(tl.float32) * c + x.to(tl.float32) * s).to(x.dtype)
+    if not cached:
+        tl.store(source + pairs, low, mask=inside)
+        tl.store(source + HALF + pairs, high, mask=inside)
+        return
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    TYPE: tl.constexpr = latents.dtype.element_ty
+    scale = tl.load(scales + 1) if FP8 else 1.0
+    tl.store(rope_keys + slot * ROPE + pairs, stored(low, scale, TYPE, FP8), mask=inside)
+    tl.store(rope_keys + slot * ROPE + HALF + pairs, stored(high, scale, TYPE, FP8), mask=inside)
+    numbers = tl.arange(0, BLOCK_L)
+    real = numbers < RANK
+    row = tl.load(compressed + token * compressed_stride + numbers, mask=real, other=0.0)
+    normed = normalise(row.to(tl.float32), weight, real, numbers, RANK, eps, offset, CENTRED=False)
+    scale = tl.load(scales) if FP8 else 1.0
+    tl.store(latents + slot * RANK + numbers, stored(normed.to(row.dtype), scale, TYPE, FP8), mask=real)
+
+
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """Return activation(x). The number of the activation is its index in `Activation`."""

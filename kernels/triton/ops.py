@@ -6,37 +6,34 @@ Each op computes the op of the same name in reference.py, for contiguous tensors
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack, get_args
+from typing import Any, Unpack, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from llmsched.kernels.latents import LatentWidths
 from llmsched.kernels.lora import LoraMatrices
 from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.reference import Activation, AttentionOptions, AttentionShape, Int32, Put
 from llmsched.kernels.triton import lora, packed_products
-from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel, write_kernel
+from llmsched.kernels.triton.attention import write_kernel
 from llmsched.kernels.triton.expert_ops import route as route
 from llmsched.kernels.triton.expert_ops import run_experts as run_experts
-from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
+from llmsched.kernels.triton.latent_attention import LatentCaches, LatentPart, attend_parts, prepare_latents
+from llmsched.kernels.triton.launches import Launch, launch_attention, list_launches
+from llmsched.kernels.triton.layer import activation_kernel, latent_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.lora import prepare_lora as prepare_lora
 from llmsched.kernels.triton.sampling import sample_kernel
 from llmsched.kernels.triton.tiling import (
-    Tiling,
     choose_tiling,
     gpu_properties,
-    list_work,
     padded,
     work_units,
 )
 
 ACTIVATION_BLOCK = 1024
-#: Slots that a join reads at a time.
-JOIN_CHUNK = 16
-
 #: Tokens of one pass of the sampling kernel, and its warps: with more tokens per thread, registers would spill.
 SAMPLING_BLOCK, SAMPLING_WARPS = 2048, 16
 
@@ -54,28 +51,22 @@ def num_compiled() -> int:
     return len(_compiled)
 
 
-class Launch(NamedTuple):
-    tiling: Tiling
-    items: Tensor
-    joins: Tensor
-    num_slots: int
-    tile_queries: int
-
-
 def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
-) -> list[list[Launch]]:
-    """Return the launches of each layer: one for all decodes, and one for all prefill chunks."""
-    gpu, lengths = gpu_properties(device), cu_seqlens_q[1:] - cu_seqlens_q[:-1]
-    kinds = (True, np.flatnonzero(lengths == 1).astype(np.int32)), (False, np.flatnonzero(lengths > 1).astype(np.int32))
-    works: dict[AttentionShape, list[Launch]] = {}
+) -> list[Any]:
+    """Return the launches of each layer: one for all decodes, and one for all prefill chunks.
+
+    Layers with latent attention have parts (see `latent_attention.prepare_latents`).
+    """
+    gpu = gpu_properties(device)
+    works: dict[AttentionShape, Any] = {}
     for shape in dict.fromkeys(layers):
-        works[shape] = []
+        if shape.latent is not None:
+            works[shape] = prepare_latents(shape, cu_seqlens_q, context_lens, gpu, put)
+            continue
         group = shape.heads // shape.kv_heads
-        for decodes, sequences in kinds:
-            if not len(sequences):
-                continue
-            tiling = choose_tiling(
+        tilings = {
+            decodes: choose_tiling(
                 capability=gpu.capability,
                 decodes=decodes,
                 group=group,
@@ -83,17 +74,12 @@ def prepare_attention(
                 value_dim=shape.value_dim,
                 item_size=shape.item_size,
             )
-            found = list_work(
-                cu_seqlens_q,
-                context_lens,
-                sequences,
-                tile_queries=tiling.block_m // group,
-                block_n=tiling.block_n,
-                window=shape.window,
-                units=work_units(gpu, shape.kv_heads),
-                fixed=decodes and len(sequences) == len(context_lens),
-            )
-            works[shape].append(Launch(tiling, put(found.items), put(found.joins), found.num_slots, found.tile_queries))
+            for decodes in (True, False)
+        }
+        units = work_units(gpu, shape.kv_heads)
+        works[shape] = list_launches(
+            cu_seqlens_q, context_lens, tilings, group, window=shape.window, units=units, put=put
+        )
     return [works[shape] for shape in layers]
 
 
@@ -117,85 +103,37 @@ def paged_attention(
     output = query.new_empty(tokens, heads, value_dim)
     if work is None:
         shape = AttentionShape(heads, kv_heads, head_dim, value_dim, options.get("window"), query.element_size())
-        lengths = cu_seqlens_q.cpu().numpy(), context_lens.cpu().numpy()
-        work = prepare_attention([shape], *lengths, query.device, lambda a: torch.from_numpy(a).to(query.device))[0]
-    for launch in work:
-        places = launch.num_slots, kv_heads, launch.tiling.block_m
-        parts = query.new_empty(*places, value_dim, dtype=torch.float32)
-        stats = query.new_empty(*places, 2, dtype=torch.float32)
-        _attend(launch, output, parts, stats, query, key_cache, value_cache, block_tables.contiguous(), **options)
-        if launch.joins.shape[0]:
-            join_kernel[(launch.joins.shape[0], heads, launch.tile_queries)](
-                output,
-                parts,
-                stats,
-                launch.joins,
-                launch.tiling.block_m,
-                GROUP=heads // kv_heads,
-                KV_HEADS=kv_heads,
-                VALUE_DIM=value_dim,
-                BLOCK_V=launch.tiling.block_v,
-                CHUNK=JOIN_CHUNK,
-                enable_fp_fusion=True,
-            )
+        work = _work_of(shape, cu_seqlens_q, context_lens)
+    launch_attention(work, output, query, key_cache, value_cache, block_tables.contiguous(), kv_heads, **options)
     return output
 
 
-def _attend(
-    launch: Launch,
-    output: Tensor,
-    parts: Tensor,
-    stats: Tensor,
+def latent_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    latents: Tensor,
+    rope_keys: Tensor,
+    weight: Tensor,
     block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
     *,
     scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
     kv_scales: Tensor | None = None,
-) -> None:
-    _, heads, head_dim = query.shape
-    _, kv_heads, block_size, value_dim = value_cache.shape
-    tiling = launch.tiling
-    attend_kernel[(launch.items.shape[0] * kv_heads,)](
-        output,
-        parts,
-        stats,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        launch.items,
-        query if sinks is None else sinks.contiguous(),
-        query if slopes is None else slopes.contiguous(),
-        query if kv_scales is None else kv_scales,
-        scale if softcap is not None else scale * LOG2_E.value,
-        softcap or 1.0,
-        query.stride(0),
-        query.stride(1),
-        block_tables.shape[1],
-        GROUP=heads // kv_heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_D=tiling.block_d,
-        BLOCK_V=tiling.block_v,
-        WINDOW=window or 0,
-        SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
-        SLOPES=slopes is not None,
-        FP8=kv_scales is not None,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        enable_fp_fusion=True,
-    )
+    work: list[LatentPart] | None = None,
+) -> Tensor:
+    """Compute latent attention. Raises ValueError unless each head of the query is contiguous."""
+    _check_heads(query)
+    widths = LatentWidths.of(query, latents, rope_keys, weight)
+    if work is None:
+        sizes = (query.shape[1], 1, widths.rank, widths.rope, None, query.element_size())
+        work = _work_of(AttentionShape(*sizes, widths), cu_seqlens_q, context_lens)
+    caches = LatentCaches(latents, rope_keys, block_tables.contiguous(), kv_scales)
+    return attend_parts(work, query, weight.detach(), caches, widths, scale)
+
+
+def _work_of(shape: AttentionShape, cu_seqlens_q: Tensor, context_lens: Tensor) -> Any:
+    device, lengths = cu_seqlens_q.device, (cu_seqlens_q.cpu().numpy(), context_lens.cpu().numpy())
+    return prepare_attention([shape], *lengths, device, lambda array: torch.from_numpy(array).to(device))[0]
 
 
 def write_kv(
@@ -318,6 +256,50 @@ def rotate_and_write(
             enable_fp_fusion=True,
         )
     return query
+
+
+def rotate_and_write_latents(
+    query: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    latents: Tensor,
+    rope_keys: Tensor,
+    slot_mapping: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    interleaved: bool = False,
+    kv_scales: Tensor | None = None,
+) -> None:
+    tokens, heads, width = query.shape
+    rank, rope = latents.shape[3], rope_keys.shape[3]
+    if tokens:
+        latent_kernel[(tokens, heads + 1)](
+            query,
+            compressed,
+            weight,
+            cos,
+            sin,
+            latents,
+            rope_keys,
+            slot_mapping,
+            query if kv_scales is None else kv_scales,
+            eps,
+            offset,
+            compressed.stride(0),
+            HEADS=heads,
+            WIDTH=width,
+            RANK=rank,
+            ROPE=rope,
+            BLOCK_L=padded(rank),
+            BLOCK_R=padded(rope // 2),
+            INTERLEAVED=interleaved,
+            FP8=kv_scales is not None,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
 
 
 def linear(rows: Tensor, weight: Tensor | Sequence[PackedMatrix], bias: Tensor | None) -> Tensor:

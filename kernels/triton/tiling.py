@@ -30,6 +30,32 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
+#: Most query heads in a tile of absorbed latent attention, whose outputs are as wide as latent vectors.
+MAX_LATENT_HEADS = 32
+
+
+def latent_group(heads: int) -> int:
+    """Return how many query heads share a tile of absorbed latent attention."""
+    return max(count for count in range(1, min(heads, MAX_LATENT_HEADS) + 1) if heads % count == 0)
+
+
+def choose_latent_tiling(*, group: int, rank: int, item_size: int) -> Tiling:
+    """Choose the tile sizes for absorbed latent attention to latent vectors of `rank` numbers."""
+    block_m, width = max(MIN_PRODUCT, padded(group)), padded(rank)
+    if item_size == 4:
+        return Tiling(block_m, 16, width, width, num_warps=8, num_stages=1)
+    block_n = 32 if width <= 512 else 16
+    return Tiling(block_m, block_n, width, width, num_warps=4 if block_m == 16 else 8, num_stages=2)
+
+
+def choose_expanded_tiling(*, capability: int, head_dim: int, value_dim: int, item_size: int) -> Tiling:
+    """Choose the tile sizes for prefill chunks over expanded keys of `head_dim` numbers and a rotary key."""
+    sizes = {"capability": capability, "head_dim": head_dim, "value_dim": value_dim, "item_size": item_size}
+    tiling = choose_tiling(decodes=False, group=1, **sizes)
+    # With a rotary key, registers of the largest tile would spill.
+    return tiling._replace(block_m=64) if capability < 89 and tiling.block_m == 128 else tiling
+
+
 class Item(IntEnum):
     """Column in the array of work items. A work item is a tile of queries with a range of keys."""
 

@@ -102,6 +102,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "falcon": {"max_position_embeddings": 64},
     "gemma4_text": {"num_experts": 4, "moe_intermediate_size": 32, "top_k_experts": 2, "num_global_key_value_heads": 1},
     "deepseek_v2": {"n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {"attention_bias": True},
     "deepseek_v3": {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
     "nemotron_h": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }

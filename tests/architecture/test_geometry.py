@@ -12,6 +12,7 @@ from configs import CONFIGS, published_config
 from llmsched.engine.architecture.config_fields import nested_text, read_config_file, read_fields
 from llmsched.engine.architecture.geometry import LayerGroup, kv_geometry
 from llmsched.engine.errors import ModelError
+from llmsched.kernels.latents import LatentWidths
 
 BF16, FP8 = 2, 1
 
@@ -229,7 +230,7 @@ def test_layers_with_a_window_cost_a_short_sequence_as_much_as_full_ones() -> No
     kinds = ["sliding_attention", "full_attention"] * 18
     config = {"num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
     geometry = kv_geometry(config | {"layer_types": kinds, "sliding_window": 128})
-    assert geometry.cached_bytes_per_token(BF16) == 73728
+    assert geometry.bytes_per_token(BF16) == 73728
     assert geometry.kv_bytes_per_token(BF16) == geometry.kv_bytes_per_token_window(BF16) == 36864
 
 
@@ -254,13 +255,13 @@ def test_fp8_halves_every_figure() -> None:
     for name in ("meta-llama--Meta-Llama-3.1-8B", "openai--gpt-oss-20b"):
         geometry = kv_geometry(published_config(name))
         assert 2 * geometry.kv_bytes_per_token(FP8) == geometry.kv_bytes_per_token(BF16)
-        assert 2 * geometry.cached_bytes_per_token(FP8) == geometry.cached_bytes_per_token(BF16)
+        assert 2 * geometry.bytes_per_token(FP8) == geometry.bytes_per_token(BF16)
 
 
-def test_mla_is_one_latent_and_one_rope_vector_but_this_engine_caches_it_expanded() -> None:
+def test_mla_is_one_latent_and_one_rope_vector() -> None:
     geometry = kv_geometry(published_config("deepseek-ai--DeepSeek-V3"))
-    assert geometry.groups == (LayerGroup("mla", 61, 1, 512 + 64, 0, expanded=128 * (192 + 128)),)
-    assert geometry.cached_bytes_per_token(BF16) == 61 * 128 * (192 + 128) * 2
+    assert geometry.groups == (LayerGroup("mla", 61, 1, 512 + 64, 0, latent=LatentWidths(512, 64, 128, 128)),)
+    assert geometry.bytes_per_token(BF16) == 61 * 576 * 2
 
 
 def test_keys_and_values_of_different_width() -> None:
@@ -414,7 +415,7 @@ def test_read_fields_prefers_what_the_file_says() -> None:
 
 def test_the_figures_with_all_tokens_kept_and_with_windows_freed() -> None:
     geometry = kv_geometry(published_config("openai--gpt-oss-20b"))
-    kept = 32 * 8192 * geometry.cached_bytes_per_token(BF16)
+    kept = 32 * 8192 * geometry.bytes_per_token(BF16)
     freed = 32 * geometry.bytes_with_windows_freed(8192, BF16)
     assert kept == 12 << 30
     assert freed / (1 << 30) == pytest.approx(6.09, abs=0.005)

@@ -241,12 +241,11 @@ def test_steps_processes_and_headroom(command: CommandLine, monkeypatch: pytest.
     assert "other programs 20.0 GiB" in text
 
 
-def test_mla_reports_latent_and_cached_bytes(command: CommandLine) -> None:
+def test_mla_is_planned_as_latent_vectors(command: CommandLine) -> None:
     deepseek = str(CONFIGS / "deepseek-ai--DeepSeek-V3_config.json")
     answer = command("kv-budget", deepseek, "--gpu", "b200", "--json").json
     assert answer["kv_bytes_per_token"] == 70272
-    assert answer["cached_bytes_per_token"] == answer["groups"][0]["cached_bytes_per_token"] == 61 * 128 * 320 * 2
-    assert any("MLA is cached as full keys and values" in note for note in answer["notes"])
+    assert answer["cached_bytes_per_token"] == answer["groups"][0]["bytes_per_token"] == 61 * 576 * 2
     assert "70,272" in command("kv-budget", deepseek, "--gpu", "b200").out
 
 

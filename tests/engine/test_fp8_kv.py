@@ -41,7 +41,9 @@ def parity(model: Any, kv_cache_dtype: str = "fp8", dtype: torch.dtype = torch.f
 
 
 #: With windows, soft-capping, sinks, norms of keys, keys without rotary embedding, and attention of their own.
-@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gemma3", "gpt_oss", "gpt2", "bloom", "falcon_new", "stablelm"])
+@pytest.mark.parametrize(
+    "arch", ["qwen3", "gemma2", "gemma3", "gpt_oss", "gpt2", "bloom", "falcon_new", "stablelm", "deepseek_v3"]
+)
 def test_logits_are_those_of_transformers_with_rounded_kv(arch: str) -> None:
     report = parity(build_model(arch, seed=3))
     assert report.ok, report.checks

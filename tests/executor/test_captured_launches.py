@@ -6,6 +6,7 @@ Kernels are not run. Their results would not matter: a launch must not depend on
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from llmsched.engine.executor.graphs import DecodeGraphs, ModelInputs
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.kernels import dispatch
 from llmsched.kernels.triton import expert_ops, ops
+from llmsched.kernels.triton import launches as attention
 from llmsched.kernels.triton.tiling import Gpu, Join
 
-KERNELS = [(module, name) for module in (ops, expert_ops) for name in vars(module) if name.endswith("_kernel")]
+MODULES = (attention, ops, expert_ops)
+KERNELS = [(module, name) for module in MODULES for name in vars(module) if name.endswith("_kernel")]
 #: Architectures that only the fused decoder computes.
 FUSED = ("bloom", "mpt", "falcon", "falcon_alibi", "falcon_new", "stablelm")
 CASES = [(arch, impl) for arch in ARCHITECTURES for impl in ("auto", "transformers")[: 1 + (arch not in FUSED)]]
@@ -70,7 +73,8 @@ def test_launches_are_the_same_for_all_contexts(arch: str, impl: Any, monkeypatc
     checked_with_joins = []
 
     def check(_: DecodeGraphs, inputs: ModelInputs) -> None:
-        works = [launch for layer in inputs.context.works for launch in layer]
+        parts = chain(*inputs.context.works)
+        works = chain(*(getattr(part, "launches", [part]) for part in parts))  # latent attention has parts
         if any(launch.joins[:, Join.NUM_QUERIES].any() for launch in works):
             checked_with_joins.append(len(inputs.input_ids))
 

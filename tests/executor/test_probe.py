@@ -20,6 +20,7 @@ from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.paged import LayerShape
 from llmsched.engine.model.probe import FULL, UNKNOWN, AttentionCall, check_keywords, probe, window_of
+from llmsched.kernels.latents import LatentWidths
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -62,7 +63,8 @@ def test_shapes_come_from_the_model() -> None:
     shape = LayerShape(kv_heads=2, key_dim=32, value_dim=32)
     assert probe(build_model("qwen3")) == ([AttentionCall(shape, 32**-0.5, None, None, 4, 4)] * 3, 320)
     calls, _ = probe(from_type("deepseek_v3", **MLA))
-    assert [call.shape for call in calls] == [LayerShape(kv_heads=4, key_dim=24, value_dim=12)] * 2
+    assert [call.shape for call in calls] == [LayerShape(kv_heads=1, key_dim=16, value_dim=8)] * 2
+    assert [call.latent for call in calls] == [LatentWidths(rank=16, rope=8, key=16, value=12)] * 2
 
 
 def test_options_of_attention_come_from_the_model() -> None:
@@ -74,15 +76,12 @@ def test_options_of_attention_come_from_the_model() -> None:
     assert all(call.sinks is not None for call in probe(build_model("gpt_oss"))[0])
 
 
-def test_keys_and_values_of_different_width() -> None:
-    prompts = [[5, 9, 11, 3, 60, 2, 7, 8, 1], [4, 4, 7]]
-    plain = from_type("deepseek_v3", **MLA)
-    with torch.inference_mode():
-        expected = [plain(input_ids=torch.tensor([prompt])).logits[0] for prompt in prompts]
-    sequences = [make_sequence(str(index), prompt) for index, prompt in enumerate(prompts)]
-    found = Stepper(executor(from_type("deepseek_v3", **MLA)), sequences, 16).logits((4, 1))
-    for logits, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4)
+def test_latent_attention_of_an_unknown_kind_is_refused() -> None:
+    model = from_type("deepseek_v3", **MLA)
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = torch.nn.Sequential(layer.self_attn.kv_b_proj)
+    with pytest.raises(ModelError, match="DeepseekV3ForCausalLM has latent attention of an unknown kind"):
+        probe(model)
 
 
 def test_windows_are_recognised_far_beyond_the_probe() -> None:

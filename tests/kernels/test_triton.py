@@ -19,15 +19,25 @@ from batches import Batch, Shape, make_batch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from llmsched.kernels.latents import LatentWidths
 from llmsched.kernels.packed_matrix import PackedMatrix
 from llmsched.kernels.reference import AttentionShape
 from llmsched.kernels.triton import expert_ops, lora, ops, packed_products
+from llmsched.kernels.triton import launches as attention
 from llmsched.kernels.triton.attention import attend_kernel, join_kernel, write_kernel
 from llmsched.kernels.triton.experts import expert_kernel, order_kernel, route_kernel
-from llmsched.kernels.triton.layer import activation_kernel, norm_kernel, rotary_kernel
+from llmsched.kernels.triton.layer import activation_kernel, latent_kernel, norm_kernel, rotary_kernel
 from llmsched.kernels.triton.packed_products import ROW_LIMITS
 from llmsched.kernels.triton.sampling import sample_kernel
-from llmsched.kernels.triton.tiling import Gpu, choose_tiling
+from llmsched.kernels.triton.tiling import (
+    Gpu,
+    Tiling,
+    choose_expanded_tiling,
+    choose_latent_tiling,
+    choose_tiling,
+    latent_group,
+    padded,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {
@@ -52,7 +62,7 @@ def differences() -> dict[str, float]:
 
 def test_interpreted_kernels_equal_the_reference(differences: dict[str, float]) -> None:
     """float32 within 1e-5; float16 rounds the weights and the output, values being less than 4."""
-    assert len(differences) == 90 + 39 + 21 + 37
+    assert len(differences) == 90 + 39 + 21 + 37 + 26
     limits = {name: 8 * torch.finfo(torch.float16).eps if "float16" in name else 1e-5 for name in differences}
     assert {name: d for name, d in differences.items() if not d <= limits[name]} == {}
     exact = [name for name in differences if name.startswith("written ")]
@@ -88,34 +98,40 @@ def attention_kernel(
     group: int = 4,
     kv_heads: int = 8,
     cached: str = "",
+    value_dim: int = 0,
+    tiling: Tiling | None = None,
     **options: Any,
 ) -> Any:
-    tiling = choose_tiling(
+    value_dim = value_dim or head_dim
+    tiling = tiling or choose_tiling(
         capability=arch,
         decodes=decodes,
         group=group,
         head_dim=head_dim,
-        value_dim=head_dim,
+        value_dim=value_dim,
         item_size=ITEM_SIZE[dtype],
     )
     types = {
-        **dict.fromkeys(("output", "query", "sinks", "slopes"), f"*{dtype}"),
-        **dict.fromkeys(("key_cache", "value_cache"), f"*{cached or dtype}"),
+        **dict.fromkeys(("output", "query", "sinks", "slopes", "rope_query"), f"*{dtype}"),
+        **dict.fromkeys(("key_cache", "value_cache", "rope_cache"), f"*{cached or dtype}"),
         **dict.fromkeys(("parts", "stats", "scales"), "*fp32"),
         **dict.fromkeys(("block_tables", "items"), "*i32"),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
-        **dict.fromkeys(("query_stride", "head_stride", "max_blocks"), "i32"),
+        **dict.fromkeys(("query_stride", "head_stride", "rope_stride", "rope_head_stride", "max_blocks"), "i32"),
     }
     constants = {
         "GROUP": group,
         "KV_HEADS": kv_heads,
         "HEAD_DIM": head_dim,
-        "VALUE_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "ROPE_DIM": 0,
         "BLOCK_SIZE": 16,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_D": tiling.block_d,
         "BLOCK_V": tiling.block_v,
+        "BLOCK_R": padded(max(1, options.get("ROPE_DIM", 0))),
+        "LATENT": False,
         "WINDOW": 0,
         "SOFTCAP": False,
         "SINKS": False,
@@ -179,6 +195,50 @@ def test_attention_over_fp8_compiles_within_the_gpus_limits(
     assert used["STACK"] == used["LOCAL"] == 0
 
 
+#: Latent attention of DeepSeek-V2-Lite and Kimi-K2, GLM-4.7-Flash, and MiniCPM3: heads and widths.
+LATENT = {
+    "DeepSeek-V2-Lite": (16, LatentWidths(512, 64, 128, 128)),
+    "Kimi-K2": (64, LatentWidths(512, 64, 128, 128)),
+    "GLM-4.7-Flash": (20, LatentWidths(512, 64, 192, 256)),
+    "MiniCPM3": (40, LatentWidths(256, 32, 64, 64)),
+}
+
+
+def latent_kernels(arch: int, dtype: str, name: str, cached: str = "") -> dict[str, Any]:
+    """Compile the kernels of absorbed and of expanded latent attention."""
+    heads, widths = LATENT[name]
+    group, rope = latent_group(heads), {"ROPE_DIM": widths.rope}
+    tiling = choose_latent_tiling(group=group, rank=widths.rank, item_size=ITEM_SIZE[dtype])
+    sizes: dict[str, Any] = {"group": group, "kv_heads": heads // group, "tiling": tiling, "cached": cached}
+    absorbed = attention_kernel(arch, dtype, widths.rank, decodes=True, LATENT=True, **rope, **sizes)
+    tiling = choose_expanded_tiling(
+        capability=arch, head_dim=widths.key, value_dim=widths.value, item_size=ITEM_SIZE[dtype]
+    )
+    sizes = {"group": 1, "kv_heads": heads, "value_dim": widths.value, "tiling": tiling}
+    return {"absorbed": absorbed, "expanded": attention_kernel(arch, dtype, widths.key, decodes=False, **rope, **sizes)}
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "dtype", "cached"),
+    [
+        ("DeepSeek-V2-Lite", 80, "bf16", ""),
+        ("DeepSeek-V2-Lite", 89, "fp16", "fp8e5"),
+        ("DeepSeek-V2-Lite", 90, "bf16", "fp8e4nv"),
+        ("Kimi-K2", 90, "bf16", ""),
+        ("GLM-4.7-Flash", 89, "bf16", ""),
+        ("MiniCPM3", 80, "fp32", ""),
+    ],
+)
+def test_latent_attention_compiles_within_the_gpus_limits(
+    arch: int, dtype: str, cached: str, name: str, tmp_path: Path
+) -> None:
+    for compiled in latent_kernels(arch, dtype, name, cached).values():
+        assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+        used = resources(compiled, tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert ("mma" in compiled.asm["ptx"]) == (dtype != "fp32")
+
+
 def test_triton_refuses_e4m3_before_ada() -> None:
     """This is why `kv_refusal` refuses it."""
     with pytest.raises(Exception, match="fp8e4nv not supported in this architecture"):
@@ -214,7 +274,7 @@ def test_other_models_fit_the_smallest_gpu(options: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize("arch", [80, 89, 90])
 def test_small_kernels_compile(arch: int, tmp_path: Path) -> None:
     types = {"output": "*bf16", "parts": "*fp32", "stats": "*fp32", "joins": "*i32", "block_m": "i32"}
-    constants = {"GROUP": 4, "KV_HEADS": 8, "VALUE_DIM": 128, "BLOCK_V": 128, "CHUNK": ops.JOIN_CHUNK}
+    constants = {"GROUP": 4, "KV_HEADS": 8, "VALUE_DIM": 128, "BLOCK_V": 128, "CHUNK": attention.JOIN_CHUNK}
     join = compile_ahead(join_kernel, arch, types, constants)
     types = {"new": "*bf16", "slot_mapping": "*i64", "scales": "*fp32", "token_stride": "i32", "head_stride": "i32"}
     constants = {"KV_HEADS": 8, "BLOCK_SIZE": 16, "DIM": 128, "BLOCK_D": 128}
@@ -237,6 +297,10 @@ ROTARY = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "ROTATED": 128, "BLOCK_SIZE": 
     "FP8": False,
 }
 ACTIVATION = {"SIZE": 14336, "BLOCK": ops.ACTIVATION_BLOCK, "ACTIVATION": 2, "GATED": True}
+LATENT_VECTORS = {"HEADS": 16, "WIDTH": 192, "RANK": 512, "ROPE": 64, "BLOCK_L": 512, "BLOCK_R": 32} | {
+    "INTERLEAVED": True,
+    "FP8": False,
+}
 LAYER_KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     "norm": (norm_kernel, NORM, {}),
     "LayerNorm": (norm_kernel, {**NORM, "BRANCH_NORM": False, "CENTRED": True, "BIAS": True}, {}),
@@ -247,6 +311,7 @@ LAYER_KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         {"slot_mapping": "*i64"},
     ),
     "rotary, neighbours": (rotary_kernel, {**ROTARY, "NEIGHBOURS": True, "NORM_LAST": True}, {"slot_mapping": "*i64"}),
+    "latent vectors": (latent_kernel, LATENT_VECTORS, {"slot_mapping": "*i64", "compressed_stride": "i32"}),
     "gate": (activation_kernel, ACTIVATION, {}),
     "squared ReLU": (activation_kernel, {**ACTIVATION, "ACTIVATION": 3, "GATED": False}, {}),
     "exact GELU": (activation_kernel, {**ACTIVATION, "ACTIVATION": 1, "GATED": False}, {}),
@@ -259,8 +324,9 @@ def test_layer_kernels_compile(name: str, arch: int, tmp_path: Path) -> None:
     kernel, constants, types = LAYER_KERNELS[name]
     types = {**dict.fromkeys(kernel.arg_names, "*bf16"), "eps": "fp32", "offset": "fp32", "scales": "*fp32", **types}
     assert resources(compile_ahead(kernel, arch, types, constants), tmp_path)["STACK"] == 0
-    for cached in FP8_TYPES[arch] if name == "rotary" else ():
-        types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cached}")
+    caches = {"rotary": ("key_cache", "value_cache"), "latent vectors": ("latents", "rope_keys")}.get(name, ())
+    for cached in FP8_TYPES[arch] if caches else ():
+        types |= dict.fromkeys(caches, f"*{cached}")
         assert resources(compile_ahead(kernel, arch, types, {**constants, "FP8": True}), tmp_path)["STACK"] == 0
 
 

@@ -16,6 +16,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from batches import Shape, make_batch
+from latent_batches import CASES as LATENT_CASES
+from latent_batches import latent_batch, latent_rotary_difference
 from layers import NORM_CASES, ROTARY_CASES, gate_difference, norm_difference, normal, rotary_difference
 from lora_products import PRODUCTS, lora_difference, random_products
 from mixtures import MIXTURES, ROUTINGS, mixture_difference, routing_difference
@@ -243,6 +245,26 @@ def product_differences() -> dict[str, float]:
     return found
 
 
+def latent_differences() -> dict[str, float]:
+    """Compare latent attention, absorbed and expanded, with and without divided contexts, and its rotation."""
+    found = {}
+    for name, case in LATENT_CASES.items():
+        for dtype, fp8 in ((torch.float32, None), (torch.float16, None), (torch.float32, FP8_TYPES[0])):
+            batch, options = latent_batch(case, dtype=dtype, fp8=fp8)
+            expected = reference.latent_attention(*batch, **options)
+            processors = patch.object(ops, "gpu_properties", lambda device: tiling.Gpu(9, 90))
+            with processors, patch.object(tiling, "MIN_SPLIT_TOKENS", 256 if fp8 else 16):
+                actual = ops.latent_attention(*batch, **options)
+            found[f"latent {name}, {dtype}, {fp8}"] = float((actual.float() - expected.float()).abs().max())
+    for dtype in (torch.float32, torch.float16):
+        for interleaved in (False, True):
+            for cached in (None, FP8_TYPES[0]):
+                found[f"latent vectors, {interleaved}, {dtype}, {cached}"] = latent_rotary_difference(
+                    ops, reference, dtype, interleaved=interleaved, cached=cached
+                )
+    return found
+
+
 def mend_the_interpreter() -> None:
     """Triton 3.6 makes a loop's bound of an array with one element, which NumPy 2.4 no longer does by itself."""
     original = interpreter._patch_lang_tensor
@@ -294,7 +316,7 @@ def main() -> None:
                 differences[f"LoRA, {name}, {processors}, {dtype}"] = lora_difference(ops, name, dtype)
     differences["LoRA, replayed"] = lora_replay_difference()
     differences["ties"] = tie_differences()
-    print(json.dumps(differences | product_differences()))
+    print(json.dumps(differences | product_differences() | latent_differences()))
 
 
 if __name__ == "__main__":

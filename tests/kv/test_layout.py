@@ -72,7 +72,7 @@ def test_all_layers_share_a_table_if_groups_are_impossible_or_save_nothing(
         assert found.reason is None
         return
     assert found.layout == KVLayout(16)
-    assert found.bytes_per_token(BF16) == model.cached_bytes_per_token(BF16)
+    assert found.bytes_per_token(BF16) == model.bytes_per_token(BF16)
     assert reason in (found.reason or "")
 
 
@@ -88,7 +88,7 @@ def test_published_configs() -> None:
 def test_windows_alone_make_one_group() -> None:
     found = group_layers(geometry(0, 32, window=4096), 16, 32768)
     assert found.layout == KVLayout(16, 0, 1, 4096)
-    assert found.bytes_per_token(BF16) == geometry(0, 32).cached_bytes_per_token(BF16)
+    assert found.bytes_per_token(BF16) == geometry(0, 32).bytes_per_token(BF16)
     assert found.layout.num_blocks(32768) == 257
     assert (found.layout.longest(257), found.layout.longest(256)) == (sys.maxsize, 256 * 16)
 

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -116,9 +117,15 @@ NARROW = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, 
 NARROW |= {"head_dim": 32, "vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 1 << 15}
 
 
+LATENT = {**NARROW, "kv_lora_rank": 64, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+LATENT |= {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+
+
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
+        (DeepseekV3Config(**LATENT), torch.float32),
+        (DeepseekV3Config(**LATENT), torch.bfloat16),
         (LlamaConfig(**NARROW), torch.float32),
         (LlamaConfig(**NARROW), torch.bfloat16),
         (LlamaConfig(**{**NARROW, "num_key_value_heads": 4, "head_dim": 64}), torch.bfloat16),

@@ -69,6 +69,12 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {}),
     "glm4_moe": ("glm4_moe", {}),
     "gpt_oss": ("gpt_oss", {}),
+    "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN}),
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v3 with biases": ("deepseek_v3", {"attention_bias": True, "q_lora_rank": None}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"rope_interleave": False}),
+    "minicpm3": ("minicpm3", {}),
+    "youtu": ("youtu", {}),
 }
 #: Variants of models that only the fused decoder can run; executor/test_parity.py has the usual ones.
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,6 +88,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
     "another model": ("gpt2", {}, "the decoder .*wpe"),
     "another activation": ("llama", {"hidden_act": "relu"}, "activation .* is unknown"),
+    "latent attention": ("minicpm3", {"hidden_act": "relu"}, "activation .* is unknown"),
 }
 
 
@@ -126,7 +133,7 @@ def test_logits_equal_those_of_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "phi3", "gpt_neox", "phi"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "phi3", "gpt_neox", "phi", "youtu"])
 def test_half_types_stay_near_transformers(case: str, dtype: torch.dtype) -> None:
     """Rounding differs. So the mean difference is compared with that of transformers in the same type."""
     rounding = (expected(case, dtype) - expected(case)).abs().mean()
@@ -154,7 +161,7 @@ def test_only_the_asked_rows_have_logits() -> None:
     assert fused.logprob.logprob == pytest.approx(plain.logprob.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama with biases", "qwen3", "phi3"])
+@pytest.mark.parametrize("case", ["llama with biases", "qwen3", "phi3", "deepseek_v3"])
 def test_weights_are_shared_with_the_model(case: str) -> None:
     """The model takes no more memory, computes the same as before, and a second decoder joins nothing again."""
     arch, changes = KNOWN[case]

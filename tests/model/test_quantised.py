@@ -35,7 +35,7 @@ from llmsched.kernels.packed_matrix import PackedMatrix
 
 PROMPT = list(range(4, 44))
 #: Formats with products of different kinds: tables, orders, offsets, fp8.
-VERIFIED = ("fp8 block", "awq", "gptq order", "w8a8", "nf4 nested", "qwen3_moe fp8 block")
+VERIFIED = ("fp8 block", "awq", "gptq order", "w8a8", "nf4 nested", "qwen3_moe fp8 block", "deepseek_v3 fp8 block")
 #: Formats whose reference multiplies the factors of a scale in another order.
 ROUNDED = {"bnb int8": 1e-6, "nf4 nested": 1e-6}
 
@@ -94,7 +94,7 @@ def test_values_logits_and_bytes_of_each_format(case: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", [*VERIFIED, "gpt_oss mxfp4"])
 def test_outputs_stay_equal_under_every_schedule(case: str, tmp_path: Path) -> None:
-    save = save_experts if case.startswith(("gpt_oss", "qwen3_moe")) else save_quantised
+    save = save_experts if case.startswith(("gpt_oss", "qwen3_moe", "deepseek")) else save_quantised
     checkpoint = save(tmp_path, case)
     loaded = load_for_parity(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32"))
     assert loaded.dequantised is not None
@@ -181,6 +181,9 @@ def test_experts_in_mxfp4_stay_quantised(impl: Any, tmp_path: Path) -> None:
         ("qwen3_moe gptq order", "transformers"),
         ("qwen3_moe gptq sym", "fused"),
         ("glm4_moe nf4", "fused"),
+        ("deepseek_v3 fp8 block", "fused"),
+        ("deepseek_v3 gptq sym", "transformers"),
+        ("deepseek_v2 awq", "fused"),
     ],
 )
 def test_single_experts_are_joined_and_stay_quantised(case: str, impl: Any, tmp_path: Path) -> None:
@@ -192,6 +195,8 @@ def test_single_experts_are_joined_and_stay_quantised(case: str, impl: Any, tmp_
     weights = planned(tmp_path)
     assert weights.count == pytest.approx(loaded_bytes(model), rel=0.01)
     assert "experts are dequantised on loading" not in weights.notes
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert model_weights(None, read_fields(content), 4).count == pytest.approx(weights.count, rel=0.02)
     dense = load(tmp_path, packed=False)
     assert_logits_equal(dense, checkpoint.model)
 

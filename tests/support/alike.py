@@ -74,6 +74,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "steps in parts": ("llama", {"max_num_batched_tokens": 100}),
     "recompute": ("llama", SMALL_POOL),
     "swap": ("llama", SMALL_POOL | SWAP | {"num_blocks": 11}),
+    "latent attention": ("deepseek_v2", SMALL_POOL),
     "windows": ("gemma2", SMALL_POOL | {"num_blocks": 30}),
     "static": ("llama", {"scheduling_policy": "static", "max_num_seqs": 4, "max_model_len": 128}),
 }

@@ -339,6 +339,7 @@ def save_experts(path: Path, case: str) -> Checkpoint:
     model.save_pretrained(path)
     torch.manual_seed(1)
     plain, tensors, dense = load_file(path / "model.safetensors"), {}, {}
+    matrices = ("proj.weight", "mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
     for name, weight in plain.items():
         if arch == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
             experts, columns, rows = weight.shape
@@ -347,7 +348,7 @@ def save_experts(path: Path, case: str) -> Checkpoint:
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
             dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-        elif arch != "gpt_oss" and name.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+        elif arch != "gpt_oss" and name.endswith(matrices):
             shared = name if case.endswith("apart") else re.sub(r"(up|gate)_proj|w[13]", "", name)
             torch.manual_seed(zlib.crc32(shared.encode()))
             parts, dense[name] = write(weight)

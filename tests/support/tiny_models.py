@@ -40,6 +40,15 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 3,
 }
 
+_LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24},
+}
+_ROUTED: dict[str, Any] = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
+    **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
+}
+
 #: Architecture -> (model type in transformers, changes to _COMMON). A value of None removes the key.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -73,6 +82,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"head_dim": 32, "use_qk_norm": True},
         },
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**_LATENT, **_ROUTED, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, **_ROUTED, "n_shared_experts": 1, "norm_topk_prob": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **_ROUTED, "n_group": 1, "v_head_dim": 32}),
+    "minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 3, "scale_depth": 1.2, "dim_model_base": 32}),
+    "youtu": ("youtu", {**_LATENT, "rope_interleave": False}),
     "mistral": ("mistral", {"sliding_window": WINDOW, "head_dim": 16}),
     "phi3": ("phi3", {"sliding_window": None}),
     "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": False}),

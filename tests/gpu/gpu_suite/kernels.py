@@ -12,6 +12,7 @@ import layers
 import mixtures
 import torch
 from batches import MIXED, SHAPES, Batch, Shape, make_batch
+from latent_batches import CASES, DEEPSEEK, LatentCase, latent_batch
 from packed_matrices import KINDS, product_error
 
 from gpu_suite.rows import CheckRow, failure
@@ -96,6 +97,14 @@ def checks(*, small: bool) -> dict[str, Check]:
             found[name] = lambda device, name=name, fp8=fp8: check_write(  # type: ignore[misc]
                 name, torch.bfloat16, device, fp8
             )
+        serving = LatentCase(((1, 4000), (2048, 2048), (64, 9000), (1, 7)), 16, DEEPSEEK)
+        cases = dict(list(CASES.items())[:2]) if small else CASES | {"DeepSeek-V2-Lite": serving}
+        for case, lengths in cases.items():
+            for kind in (None, *(FP8_TYPES if dtype == torch.bfloat16 else ())):
+                name = f"{short(dtype)} latent attention, {case}, {kind or dtype}"
+                found[name] = lambda device, name=name, lengths=lengths, dtype=dtype, kind=kind: check_latents(  # type: ignore[misc]
+                    name, lengths, dtype, kind, device
+                )
         name = f"{short(dtype)} write_kv"
         found[name] = lambda device, name=name, dtype=dtype: check_write(name, dtype, device)  # type: ignore[misc]
         for name, difference in {**layer_checks(dtype), **product_checks(dtype, small=small)}.items():
@@ -119,6 +128,16 @@ def check_attention(name: str, batch: Batch) -> CheckRow:
     wanted = reference.paged_attention(query.float(), *wide, tables, bounds, lengths, **exact)
     difference = float((found.float() - wanted).abs().max())
     return compared(name, difference, LIMITS[query.dtype])
+
+
+def check_latents(name: str, case: LatentCase, dtype: torch.dtype, fp8: torch.dtype | None, device: str) -> CheckRow:
+    """Compare latent attention with the reference in float32 on the same numbers, relative to the largest output."""
+    (query, *caches, weight, tables, bounds, lengths), options = latent_batch(case, dtype=dtype, fp8=fp8, device=device)
+    found = dispatch.latent_attention(query, *caches, weight, tables, bounds, lengths, **options)
+    wide = caches if fp8 is not None else [cache.float() for cache in caches]
+    wanted = reference.latent_attention(query.float(), *wide, weight.float(), tables, bounds, lengths, **options)
+    difference = float((found.float() - wanted).abs().max() / wanted.abs().max())
+    return compared(name, difference, LIMITS[dtype])
 
 
 def compared(name: str, difference: float, limit: float) -> CheckRow:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from batches import Shape, make_batch
+from latent_batches import CASES, DEEPSEEK, LatentCase, latent_batch, layer_of
 from packed_matrices import KINDS, random_matrix
 
 from gpu_suite.limits import DeviceLimits, attempt, beside, copy_bandwidth, limits_of, product_flops, timed
@@ -37,6 +39,10 @@ def measure_speed(device: str, *, small: bool) -> Iterator[CheckRow]:
     for case, sequences in attention_cases(size).items():
         name = f"attention alone, {case}"
         yield attempt(name, lambda sequences=sequences, name=name: attention_row(name, size, sequences, device, limits))
+    for case, sequences in attention_cases(size).items():
+        name = f"latent attention alone, {case}"
+        lengths = CASES["decodes"] if small else LatentCase(sequences, 16, DEEPSEEK)
+        yield attempt(name, lambda lengths=lengths, name=name: latent_row(name, lengths, device, limits))
     for tokens in (4,) if small else (1, 8, 32, 128, 2048):
         name = f"experts alone, {tokens} tokens"
         yield attempt(name, lambda tokens=tokens, name=name: experts_row(name, tokens, device, limits, small=small))
@@ -72,6 +78,30 @@ def attention_row(name: str, size: Size, sequences: Sequences, device: str, limi
         warmup=5,
         repeats=size.repeats,
     )
+    floor = kv_bytes / limits.bandwidth + flops / limits.flops
+    return beside(name, seconds, floor, {"kv_bytes": kv_bytes, "flops": flops})
+
+
+def latent_row(name: str, case: LatentCase, device: str, limits: DeviceLimits) -> CheckRow:
+    """Time one layer's latent attention, with its products.
+
+    The floor is one read of the decodes' cache, and the fewest operations for the other tokens.
+    """
+    batch, options = latent_batch(case, dtype=torch.bfloat16, device=device)
+    bounds, contexts = (each.cpu().numpy() for each in batch[5:])
+    kv_bytes = sum(
+        2 * context * (case.widths.rank + case.widths.rope) for count, context in case.sequences if count == 1
+    )
+    expanded = case.widths.key + case.widths.value
+    flops = 0.0
+    for count, context in case.sequences:
+        if count > 1:
+            visible = count * (context - count / 2)
+            flops += 2 * case.heads * (visible * (expanded + case.widths.rope) + context * case.widths.rank * expanded)
+    layer = layer_of(case, item_size=2)
+    copied = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731
+    [work] = dispatch.prepare_attention([layer], bounds, contexts, torch.device(device), copied)
+    seconds = timed(lambda: dispatch.latent_attention(*batch, work=work, **options), device, warmup=5, repeats=20)
     floor = kv_bytes / limits.bandwidth + flops / limits.flops
     return beside(name, seconds, floor, {"kv_bytes": kv_bytes, "flops": flops})
 
