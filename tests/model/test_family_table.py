@@ -20,7 +20,7 @@ def test_logits_of_rare_architectures(arch: str) -> None:
 def test_the_config_alone_tells_that_a_model_is_served_and_its_kv(arch: str) -> None:
     model, made = build_model(arch), executor(arch)
     assert refusal({**model.config.to_dict(), "architectures": [type(model).__name__]}) is None
-    planned = kv_geometry(model.config).cached_bytes_per_token(4)
+    planned = kv_geometry(model.config).bytes_per_token(4)
     assert made.kv_cache_bytes == made.num_blocks * made.layout.block_size * planned
 
 

@@ -180,8 +180,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_LATENTS = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "q_lora_rank": None}
-_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 _PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "head_dim": 16}
 _GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
@@ -227,11 +225,6 @@ RARE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
     "stablelm with norms": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
-    "deepseek_v2": ("deepseek_v2", {**_LATENTS, **_ROUTED, "n_shared_experts": 1, "num_key_value_heads": 4}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {**_LATENTS, **_ROUTED, "n_shared_experts": 1, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
-    ),
     "gemma3n": (
         "gemma3n_text",
         {
