@@ -100,9 +100,8 @@ def attend_rows(
     `query` and `output` have the same type, float32 or bfloat16. `sinks`, `slopes` and `kv_scales` are float32, the
     caches are of a type in ELEMENTS, and `block_tables` are int32. All tensors must be contiguous.
 
-    `rope` is for latent attention, in which all heads share one KV head, whose keys are also its values. It has more
-    numbers of the queries [tokens, heads, P], and of the keys [num_blocks, 1, block_size, P], whose products are added
-    to the scores. The scales in `kv_scales` are then those of the keys and of these numbers.
+    `rope` is for latent attention, in which one KV head has keys that are also its values. It has more numbers of the
+    queries [tokens, heads, P] and of the keys [num_blocks, 1, block_size, P], to which row 1 of `kv_scales` belongs.
     """
     rows, num_splits = listed
     tokens, heads, head_dim = query.shape
@@ -184,13 +183,9 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
             if a.rope_dim > 0:
                 score_heads(rope_query[token, heads], rope_keys, table, kv_head, start, stop, rope_weights, rope_tile)
                 ratio = scales[1, kv_head] / scales[0, kv_head] if a.scales != 0 else np.float32(1)
-                for head in range(group):
-                    for i in range(stop - start):
-                        weights[head, i] += ratio * rope_weights[head, i]
+                add_scores(weights, rope_weights, stop - start, ratio)
             scale = a.scale * scales[0, kv_head] if a.scales != 0 else a.scale
-            for head in range(group):
-                for i in range(stop - start):
-                    weights[head, i] *= scale
+            scale_scores(weights, stop - start, scale)
             if a.softcap > 0:
                 cap_scores(weights, stop - start, a.softcap)
             if a.slopes != 0:
@@ -318,6 +313,21 @@ def score_bf16_split(
                 key = min(begin, high - KEYS)  # some of the last keys are computed twice
                 for head in range(query.shape[0]):
                     score_bf16_keys(bits, head, vectors, key, scores, first + key - start)
+
+
+@jit()
+def add_scores(scores: Any, others: Any, length: int, factor: Any) -> None:
+    """Add factor x others to the first `length` scores of each head."""
+    for head in range(scores.shape[0]):
+        for i in range(length):
+            scores[head, i] += factor * others[head, i]
+
+
+@jit()
+def scale_scores(scores: Any, length: int, factor: Any) -> None:
+    for head in range(scores.shape[0]):
+        for i in range(length):
+            scores[head, i] *= factor
 
 
 @jit()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmsched.kernels.reference import Int32, Put
+from llmsched.kernels.reference import AttentionOptions, Int32, Put
 from llmsched.kernels.triton.attention import LOG2_E, attend_kernel, join_kernel
 from llmsched.kernels.triton.tiling import Tiling, list_work, padded
 
@@ -76,6 +76,38 @@ def launch_attention(
     value_cache: Tensor,
     block_tables: Tensor,
     kv_heads: int,
+    rope: Rope | None = None,
+    **options: Unpack[AttentionOptions],
+) -> None:
+    """Write the attention of `query` to `output`, see `reference.paged_attention`."""
+    heads, value_dim = query.shape[1], value_cache.shape[3]
+    for launch in launches:
+        places = launch.num_slots, kv_heads, launch.tiling.block_m
+        parts = query.new_empty(*places, value_dim, dtype=torch.float32)
+        stats = query.new_empty(*places, 2, dtype=torch.float32)
+        tensors = (output, parts, stats, query, key_cache, value_cache, block_tables)
+        _attend(launch, tensors, kv_heads, rope, **options)
+        if launch.joins.shape[0]:
+            join_kernel[(launch.joins.shape[0], heads, launch.tile_queries)](
+                output,
+                parts,
+                stats,
+                launch.joins,
+                launch.tiling.block_m,
+                GROUP=heads // kv_heads,
+                KV_HEADS=kv_heads,
+                VALUE_DIM=value_dim,
+                BLOCK_V=launch.tiling.block_v,
+                CHUNK=JOIN_CHUNK,
+                enable_fp_fusion=True,
+            )
+
+
+def _attend(
+    launch: Launch,
+    tensors: tuple[Tensor, ...],
+    kv_heads: int,
+    rope: Rope | None,
     *,
     scale: float,
     window: int | None = None,
@@ -83,70 +115,43 @@ def launch_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     kv_scales: Tensor | None = None,
-    rope: Rope | None = None,
 ) -> None:
-    """Write the attention of `query` to `output`, see `reference.paged_attention`."""
-    _, heads, head_dim = query.shape
-    block_size, value_dim = value_cache.shape[2:]
+    """Launch the kernel. `tensors` are its first seven arguments."""
+    _, _, _, query, key_cache, value_cache, block_tables = tensors
+    heads, tiling = query.shape[1], launch.tiling
     more = Rope(query, key_cache, latent=False) if rope is None else rope
     rope_dim = 0 if rope is None else rope.keys.shape[3]
-    for tiling, items, joins, num_slots, tile_queries in launches:
-        places = num_slots, kv_heads, tiling.block_m
-        parts = query.new_empty(*places, value_dim, dtype=torch.float32)
-        stats = query.new_empty(*places, 2, dtype=torch.float32)
-        attend_kernel[(items.shape[0] * kv_heads,)](
-            output,
-            parts,
-            stats,
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            items,
-            query if sinks is None else sinks.contiguous(),
-            query if slopes is None else slopes.contiguous(),
-            query if kv_scales is None else kv_scales,
-            more.query,
-            more.keys,
-            scale if softcap is not None else scale * LOG2_E.value,
-            softcap or 1.0,
-            query.stride(0),
-            query.stride(1),
-            more.query.stride(0),
-            more.query.stride(1),
-            block_tables.shape[1],
-            GROUP=heads // kv_heads,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            VALUE_DIM=value_dim,
-            ROPE_DIM=rope_dim,
-            BLOCK_SIZE=block_size,
-            BLOCK_M=tiling.block_m,
-            BLOCK_N=tiling.block_n,
-            BLOCK_D=tiling.block_d,
-            BLOCK_V=tiling.block_v,
-            BLOCK_R=padded(max(1, rope_dim)),
-            WINDOW=window or 0,
-            SOFTCAP=softcap is not None,
-            SINKS=sinks is not None,
-            SLOPES=slopes is not None,
-            LATENT=more.latent,
-            FP8=kv_scales is not None,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-            enable_fp_fusion=True,
-        )
-        if joins.shape[0]:
-            join_kernel[(joins.shape[0], heads, tile_queries)](
-                output,
-                parts,
-                stats,
-                joins,
-                tiling.block_m,
-                GROUP=heads // kv_heads,
-                KV_HEADS=kv_heads,
-                VALUE_DIM=value_dim,
-                BLOCK_V=tiling.block_v,
-                CHUNK=JOIN_CHUNK,
-                enable_fp_fusion=True,
-            )
+    attend_kernel[(launch.items.shape[0] * kv_heads,)](
+        *tensors,
+        launch.items,
+        query if sinks is None else sinks.contiguous(),
+        query if slopes is None else slopes.contiguous(),
+        query if kv_scales is None else kv_scales,
+        more.query,
+        more.keys,
+        scale if softcap is not None else scale * LOG2_E.value,
+        softcap or 1.0,
+        *query.stride()[:2],
+        *more.query.stride()[:2],
+        block_tables.shape[1],
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=query.shape[2],
+        VALUE_DIM=value_cache.shape[3],
+        ROPE_DIM=rope_dim,
+        BLOCK_SIZE=value_cache.shape[2],
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_D=tiling.block_d,
+        BLOCK_V=tiling.block_v,
+        BLOCK_R=padded(max(1, rope_dim)),
+        WINDOW=window or 0,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        SLOPES=slopes is not None,
+        LATENT=more.latent,
+        FP8=kv_scales is not None,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        enable_fp_fusion=True,
+    )
