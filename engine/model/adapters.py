@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmsched.engine.architecture.adapter_files import ADAPTER_WEIGHTS, AdapterFiles, LoraPair, padded_rank
+from llmsched.engine.architecture.quantised_matrix import EXPANDING
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.checkpoint import StateDict, open_safetensors
 from llmsched.engine.model.packed_modules import PackedLinear
@@ -104,6 +105,8 @@ def _adapted_module(model: PreTrainedModel, adapter: AdapterFiles, name: str, pa
         raise refuse(f"changes {name}, which the model does not have") from None
     if module is model.get_output_embeddings():  # type: ignore[no-untyped-call]
         raise refuse(f"changes {name}, the output layer, which is not supported")
+    if name.rpartition(".")[2] == EXPANDING:  # no pass runs it as a module
+        raise refuse(f"changes {name}, which expands latent vectors; this is not supported")
     if not isinstance(module, nn.Linear | PackedLinear | Conv1D):
         raise refuse(f"changes {name}, a {type(module).__name__}; only linear layers can be adapted")
     if (found := linear_shape(module)) != (pair.inputs, pair.outputs):

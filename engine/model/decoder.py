@@ -73,11 +73,8 @@ class LatentProducts(NamedTuple):
     def compute(self, kernels: Any, rows: Tensor, lora: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Return the queries of all heads, and the latent vectors with rotary keys, before norms and rotation."""
         found = [each.compute(kernels, rows, lora) for each in self.project]
-        query, compressed = (
-            found
-            if len(found) == 2
-            else found[0].split([self.parts.query.out_features, self.parts.compress.out_features], dim=1)
-        )
+        width = self.parts.query.out_features
+        query, compressed = found if len(found) == 2 else (found[0][:, :width], found[0][:, width:])
         narrow = self.parts.narrow
         if narrow is not None and self.wide_query is not None:
             normed = kernels.add_norm(query.contiguous(), None, *narrow.norm, **narrow.rule._asdict())
@@ -237,7 +234,13 @@ class FusedDecoder:
         context, call = views.context, layer.call
         keys, values, group, scales = context.cache.of_layer(index)
         query = self._kernels.rotate_and_write(
-            self._project(layer, rows, context.lora), *tables, keys, values, views.slots[group], kv_scales=scales, **layer.heads
+            self._project(layer, rows, context.lora),
+            *tables,
+            keys,
+            values,
+            views.slots[group],
+            kv_scales=scales,
+            **layer.heads,
         )
         output: Tensor = self._kernels.paged_attention(
             query, keys, values, views.block_tables[group], context.cu_seqlens_q, context.context_lens,

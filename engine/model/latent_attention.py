@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,22 +29,19 @@ def keep_latents(model: PreTrainedModel) -> None:
     """
     found, modules = 0, list[Any](model.modules())
     for module in modules:
-        expand: Any = getattr(module, "expand_kv", None)
-        if expand is None or not isinstance(getattr(module, "kv_b_proj", None), nn.Linear):
+        if not hasattr(module, "expand_kv") or not isinstance(getattr(module, "kv_b_proj", None), nn.Linear):
             continue
         found += 1
         if "expand_kv" not in vars(module):
-            module.expand_kv = _unless_kept(module, expand)
+            module.expand_kv = MethodType(_expand_unless_kept, module)
     if not found and getattr(model.config.get_text_config(), "kv_lora_rank", None):
         raise ModelError(f"{type(model).__name__} has latent attention of an unknown kind: it cannot be served")
 
 
-def _unless_kept(module: Any, expand: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor, Tensor], Any]:
-    def expand_kv(latents: Tensor, rope_keys: Tensor) -> Any:
-        kept = str(module.config._attn_implementation).startswith(PREFIX)
-        return (latents, rope_keys) if kept else expand(latents, rope_keys)
-
-    return expand_kv
+def _expand_unless_kept(module: Any, latents: Tensor, rope_keys: Tensor) -> Any:
+    if str(module.config._attn_implementation).startswith(PREFIX):
+        return latents, rope_keys
+    return type(module).expand_kv(module, latents, rope_keys)
 
 
 def latent_weight(module: Any) -> Tensor | None:

@@ -90,6 +90,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "gemma2": ("k_proj", "gate_proj"),
     "qwen2_moe": ("o_proj", "gate_proj", "shared_expert_gate"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "up_proj"),
 }
 
 
@@ -211,6 +212,7 @@ def test_prefix_caches_are_apart(lora: tuple[str, ...]) -> None:
             r"changes model\.layers\.2\..*q_proj, which the model does not have",
         ),
         ("llama", {"hidden_size": 128}, "o_proj", r"64 inputs and 64 outputs of .*o_proj, which has 128 and 128"),
+        ("deepseek_v3", {}, "kv_b_proj", "changes .*kv_b_proj, which expands latent vectors; this is not supported"),
         ("qwen2", {}, "lm_head", "changes lm_head, the output layer, which is not supported; it was trained for tiny"),
     ],
 )
