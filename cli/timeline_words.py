@@ -108,6 +108,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "does not fit": _does_not_fit,
     "admitted": _admitted,
     "preempted": _preempted,
+    "drafted": lambda d: f"{d['accepted']} of {d['of']} draft tokens were right so far",
     "computed": _computed,
     "longest stall": lambda d: f"{human_seconds(d['lasted_ms'] / 1e3)} without a token",
     "failed": lambda d: f"{d['reason']}: {d['detail']}" if d["detail"] else str(d["reason"]),

@@ -21,6 +21,7 @@ ModelImplementation = Literal["auto", "fused", "transformers"]
 Policy = Literal["fair", "fcfs", "sptf", "static", "serial"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 Prediction = Literal["learned", "max_tokens", "none"]
+Speculation = Literal["off", "ngram", "auto"]
 
 
 #: Default of max_num_batched_tokens, by kind of device.
@@ -28,6 +29,9 @@ DEFAULT_TOKEN_BUDGET: Mapping[str, int] = {"cuda": 2048, "cpu": 256}
 
 #: Limit on KV memory on a CPU if kv_cache_memory_bytes is not set.
 DEFAULT_CPU_KV_BYTES = 4 << 30
+
+#: Most draft tokens (see speculative) of one step.
+MAX_DRAFT_TOKENS = 64
 
 #: Knobs for which memory is reserved. They may be lowered afterwards, but not raised.
 LIMITS = ("max_num_batched_tokens", "max_num_seqs")
@@ -217,6 +221,23 @@ class EngineConfig:
         1, "number of waiting requests at which an idle engine starts without waiting longer", low=1
     )
 
+    speculative: Speculation = knob(
+        "off",
+        "speculative decoding, which changes no token: ngram guesses the next tokens of a request where its last ones "
+        "occur earlier in its prompt or output, and checks the guesses in one step; auto does so for requests and "
+        "steps for which it is expected to be faster",
+        choices=get_args(Speculation),
+    )
+    num_speculative_tokens: int = knob(8, "most tokens guessed per request and step", unit="tokens", low=1, high=15)
+    prompt_lookup_min: int = knob(2, "fewest tokens that must occur earlier for a guess", unit="tokens", low=1, high=16)
+    prompt_lookup_max: int = knob(
+        5,
+        "of several earlier places, that with the longest match counts, up to this length",
+        unit="tokens",
+        low=1,
+        high=16,
+    )
+
     def __post_init__(self) -> None:
         for f in fields(EngineConfig):
             check_knob(f.name, getattr(self, f.name), f.metadata)
@@ -224,6 +245,12 @@ class EngineConfig:
         if self.headroom > self.max_headroom:
             raise ConfigError(
                 "headroom", f"{self.headroom} is above {setting('max_headroom')} {self.max_headroom}; raise that too"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                "prompt_lookup_min",
+                f"{self.prompt_lookup_min} is above {setting('prompt_lookup_max')} {self.prompt_lookup_max}; "
+                "raise that too",
             )
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ConfigError(
@@ -242,6 +269,11 @@ class EngineConfig:
                 "min_schedule_batch",
                 f"needs time to collect requests; set {setting('schedule_window')}, for example to 10ms",
             )
+
+    @property
+    def most_sampled_rows(self) -> int:
+        """Most rows of logits from which one step samples."""
+        return self.max_num_seqs + (0 if self.speculative == "off" else MAX_DRAFT_TOKENS)
 
     def chosen(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -272,6 +304,7 @@ BASELINE: Mapping[str, Any] = {
     "output_prediction": "none",
     "max_passes": 0,
     "priority_step": 0.0,
+    "speculative": "off",
     "target_itl": None,
 }
 
@@ -281,6 +314,7 @@ _IDLE: Mapping[tuple[str, Any], tuple[str, ...]] = {
     ("fast_lane_share", 0.0): ("fast_lane_prompt", "fast_lane_output"),
     ("scheduling_policy", "static"): ("preemption_mode", "swap_space"),
     ("scheduling_policy", "serial"): ("preemption_mode", "swap_space"),
+    ("speculative", "off"): ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
 }
 
 

@@ -262,8 +262,8 @@ class Engine(StepLoop):
         plan, updates = self.run_step()
         now = self.clock()
         for update in updates:
-            if update.result.error is not None:
-                self.num_bad_rows += not update.result.caused_by_request
+            if (last := update.result.last).error is not None:
+                self.num_bad_rows += not last.caused_by_request
             elif update.result.token_id is not None:
                 self.num_bad_rows = 0
             stream = self._streams[update.request.request_id]
@@ -278,7 +278,7 @@ class Engine(StepLoop):
             outputs.append(output)
             if output.token_ids:
                 self.recorder.generation_tokens += len(output.token_ids)
-                self.observe(stream.record, self.metrics, now)
+                self.observe(stream.record, self.metrics, now, len(output.token_ids))
             if output.finish_reason is not None:
                 self.scheduler.finish(stream.request, output.finish_reason)
                 self._end(stream, output)

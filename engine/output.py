@@ -45,40 +45,46 @@ class OutputStream:
         self._prompt_logprobs.extend(result.prompt_logprobs[max(0, known) :])
         if result.token_id is None and request.finish_reason is None:
             return None
-        output = self.new_output(request.finish_reason, result.error)
-        if (token_id := result.token_id) is not None:
-            output.token_ids = [token_id]
-            output.logprobs = None if result.logprob is None else [result.logprob]
-            stopped_by_id = request.finish_reason is FinishReason.STOP and token_id in request.stop_ids
-            if stopped_by_id:
-                output.stop_reason = None if token_id not in request.sampling.stop_token_ids else token_id
-            silent = stopped_by_id and not request.sampling.include_stop_str_in_output
-            piece = "" if silent else self._detokenizer.push(token_id)
-            output.pieces = [piece]
-            self._add_text(output, piece)
+        output = self.new_output(request.finish_reason, result.last.error)
+        results = [result, *result.more] if result.more else [result]
+        num_later = sum(each.token_id is not None for each in results)
+        for each in results:
+            if each.token_id is not None:
+                num_later -= 1
+                self._add_token(output, each.token_id, each.logprob, num_later)
+            if isinstance(output.stop_reason, str):
+                # A draft may have added more tokens after the stop string, or have ended in an error there.
+                del request.token_ids[len(request.token_ids) - num_later :]
+                output.num_output_tokens -= num_later
+                output.error = None
+                break
         if output.finish_reason is not None and not isinstance(output.stop_reason, str):
             # Add the text that was held back: an incomplete character, then the beginning of a stop string.
             tail = self._detokenizer.flush()
             if output.pieces:
                 output.pieces[-1] += tail
-            self._add_text(output, tail)
+            self._add_text(output, tail, output.num_output_tokens)
             if not isinstance(output.stop_reason, str):
                 output.text += self._stops.flush()
         return output
 
-    def record(self, metrics: EngineMetrics, now: float) -> None:
-        """Record the latency of a token generated at the time `now`: TTFT for the first token, ITL for later tokens."""
+    def record(self, metrics: EngineMetrics, now: float, num_tokens: int) -> None:
+        """Record the latency of the tokens that a step generated at the time `now`: TTFT for the first step, else ITL.
+
+        Each of the tokens is one ITL sample, of gap / num_tokens.
+        """
         request = self.request
         if self._last_token_time is None:
             request.first_token_time = now
             metrics.observe("time_to_first_token_seconds", now - request.arrival_time)
             self._record_queue_time(metrics)
         else:
-            gap = now - self._last_token_time
-            metrics.observe("inter_token_latency_seconds", gap)
-            self._gaps.append(gap)
-            self._longest_gap = max(gap, self._longest_gap or 0.0)
-        metrics.add("generation_tokens")
+            gap = (now - self._last_token_time) / num_tokens
+            for _ in range(num_tokens):
+                metrics.observe("inter_token_latency_seconds", gap)
+                self._gaps.append(gap)
+            self._longest_gap = max(now - self._last_token_time, self._longest_gap or 0.0)
+        metrics.add("generation_tokens", num_tokens)
         self._last_token_time = now
 
     def record_end(self, metrics: EngineMetrics, reason: FinishReason, now: float) -> None:
@@ -150,8 +156,21 @@ class OutputStream:
             output.prompt_logprobs, self._prompt_logprobs_due = self._prompt_logprobs, False
         return output
 
-    def _add_text(self, output: RequestOutput, piece: str) -> None:
-        if self.request.num_output_tokens <= self.request.sampling.min_tokens:
+    def _add_token(self, output: RequestOutput, token_id: int, logprob: TokenLogprob | None, num_later: int) -> None:
+        request = self.request
+        output.token_ids.append(token_id)
+        if logprob is not None:
+            output.logprobs = [*(output.logprobs or []), logprob]
+        stopped_by_id = not num_later and request.finish_reason is FinishReason.STOP and token_id in request.stop_ids
+        if stopped_by_id:
+            output.stop_reason = None if token_id not in request.sampling.stop_token_ids else token_id
+        silent = stopped_by_id and not request.sampling.include_stop_str_in_output
+        piece = "" if silent else self._detokenizer.push(token_id)
+        output.pieces.append(piece)
+        self._add_text(output, piece, request.num_output_tokens - num_later)
+
+    def _add_text(self, output: RequestOutput, piece: str, num_output_tokens: int) -> None:
+        if num_output_tokens <= self.request.sampling.min_tokens:
             output.text += piece
             return
         text, stop = self._stops.push(piece)

@@ -149,6 +149,19 @@ class Sequence:
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_pending_tokens
 
+    def ahead(self, count: int) -> Sequence:
+        """Return the sequence with `count` more pending tokens. The result shares `token_ids` with this one.
+
+        The sequence must not depend on tokens (see `depends_on_tokens`).
+        """
+        if not count:
+            return self
+        assert not self.depends_on_tokens
+        fields = (self.request_id, self.token_ids, self.num_prompt_tokens, self.sampling, self.seed, self.stop_ids)
+        later = Sequence(*fields)
+        later.num_pending_tokens = self.num_pending_tokens + count
+        return later
+
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from llmsched.engine.config import ResolvedConfig
+from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import StepCost, decode_shape
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock, invented_token
 from llmsched.engine.kv.manager import KVManager
@@ -26,6 +27,11 @@ class SimulatedEngine(StepLoop):
     def __init__(
         self, config: ResolvedConfig, kv: KVManager, cost: StepCost, *, per_swapped_block: float = 0.0
     ) -> None:
+        if config.speculative != "off":
+            raise ConfigError(
+                "speculative",
+                f"{config.speculative} cannot be simulated, because a simulation has no text; leave it off",
+            )
         self._cost = cost
         clock = VirtualClock()
         executor = SimulatedExecutor(cost, clock, per_swapped_block=per_swapped_block)

@@ -26,6 +26,9 @@ _COUNTED: Mapping[str, str] = {
     "num_swapped_out": "num_swapped_out",
     "num_swapped_in": "num_swapped_in",
     "headroom_changes": "num_headroom_changes",
+    "spec_decode_num_drafts": "num_drafts",
+    "spec_decode_num_draft_tokens": "draft_tokens",
+    "spec_decode_num_accepted_tokens": "accepted_tokens",
 }
 
 

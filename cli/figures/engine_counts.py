@@ -1,4 +1,4 @@
-"""Counts of an engine: preemptions, waits, cache misses, late compilations."""
+"""Counts of an engine: preemptions, waits, cache misses, late compilations, drafts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from llmsched.kernels.dispatch import num_compiled
 
 if TYPE_CHECKING:
     from llmsched.engine.scheduler.scheduler import Scheduler
+
+
+#: Field of SchedulerCounters by key of EngineCounts.drafts.
+DRAFT_COUNTS = {"drafts": "num_drafts", "draft_tokens": "draft_tokens", "accepted_tokens": "accepted_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class EngineCounts:
     waited: Mapping[str, float] | None = None
     prefix_misses: Mapping[str, int] | None = None  # requests by MissKind, in lower case
     prompt_change: ChangingToken | None = None  # of the latest prompts
+    #: Rows with a draft of speculative decoding, their draft tokens, and those that became output (see DRAFT_COUNTS).
+    drafts: Mapping[str, int] | None = None
 
     def since(self, before: EngineCounts) -> EngineCounts:
         """Return what was counted after `before`. A count that fell (the server restarted) is None."""
@@ -43,6 +49,7 @@ class EngineCounts:
             _differences(self.waited, before.waited),
             _differences(self.prefix_misses, before.prefix_misses),
             self.prompt_change,
+            _differences(self.drafts, before.drafts),
         )
 
     @classmethod
@@ -53,9 +60,20 @@ class EngineCounts:
             values = [getattr(one, name) for one in counts]
             return None if not values or None in values else add(values)
 
-        plain, by_key = ("preemptions", "late_compilations"), ("waited", "prefix_misses")
+        plain, by_key = ("preemptions", "late_compilations"), ("waited", "prefix_misses", "drafts")
         sums = {name: total(name, sum) for name in plain} | {name: total(name, _summed) for name in by_key}
         return cls(**sums, prompt_change=next((one.prompt_change for one in counts if one.prompt_change), None))
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of draft tokens that were right; None if there were none."""
+        drafts = self.drafts
+        return drafts["accepted_tokens"] / drafts["draft_tokens"] if drafts and drafts["draft_tokens"] else None
+
+    @property
+    def tokens_per_draft(self) -> float | None:
+        drafts = self.drafts
+        return 1 + drafts["accepted_tokens"] / drafts["drafts"] if drafts and drafts["drafts"] else None
 
     def as_json(self) -> dict[str, Any]:
         """Return all counts but `preemptions`, which is a figure of its own."""
@@ -73,6 +91,7 @@ def scheduler_counts(scheduler: Scheduler) -> EngineCounts:
         waited={reason: getattr(scheduler.counters, name) for reason, name in WAITS.items()},
         prefix_misses={kind.name.lower(): misses.counts[kind] for kind in MissKind},
         prompt_change=None if change is None else ChangingToken(change.position, change.count, change.window),
+        drafts={key: getattr(scheduler.counters, name) for key, name in DRAFT_COUNTS.items()},
     )
 
 

@@ -16,6 +16,11 @@ from llmsched.engine.percentiles import PERCENTILES, Summary
 from llmsched.engine.request_latency import DEFINITIONS
 from llmsched.engine.units import human_bytes, human_seconds
 
+_DRAFTS = {
+    "tokens per draft": "tokens that a request got from a step that checked a draft of its next tokens: one, and the "
+    "draft tokens that were right"
+}
+
 #: Function that returns the value of a figure; None if the run has no such value.
 Getter = Callable[[Experiment, Measurement], Any]
 
@@ -151,6 +156,13 @@ def _peak_memory_text(_: Experiment, figures: Measurement) -> str | None:
     return human_bytes(figures.memory.peak) if figures.memory and figures.memory.peak else None
 
 
+def _drafts_text(_: Experiment, figures: Measurement) -> str | None:
+    counts = figures.run.counts
+    if not counts.drafts or counts.acceptance is None:
+        return None
+    return f"{counts.acceptance:.1%} of {counts.drafts['draft_tokens']}, {counts.tokens_per_draft:.2f} tokens per draft"
+
+
 def _define(*terms: str) -> dict[str, str]:
     return {term: {**DEFINITIONS, **kv_memory.DEFINITIONS}[term] for term in terms}
 
@@ -246,6 +258,9 @@ FIGURES: tuple[Figure, ...] = (
     _memory("memory", "", _memory_json, _JSON),
     Figure("prefix_hit_rate", "share", lambda e, m: m.tokens.prefix_hit_rate, _TOTALS | _ATTEMPT, "prefix hit rate"),
     Figure("preemptions", "count", lambda e, m: m.requests.preemptions, _MAIN, "preemptions"),
+    Figure("draft_acceptance", "share", lambda e, m: m.run.counts.acceptance, _JSON | _ROUND),
+    Figure("tokens_per_draft", "", lambda e, m: m.run.counts.tokens_per_draft, _JSON | _ROUND),
+    Figure("draft tokens accepted", "", _drafts_text, Place.TOTALS, "draft tokens accepted", _DRAFTS),
     Figure("engine_counts", "", lambda e, m: m.run.counts.as_json(), _JSON),
     Figure("scheduler", "", lambda e, m: _scheduler_json(m), _JSON),
     Figure("request_tokens_p99", "count", lambda e, m: m.tokens.request_p99, _JSON),

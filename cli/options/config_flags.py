@@ -44,7 +44,9 @@ class EngineOptions:
     def config(self, model: str, defaults: Mapping[str, Any] | None = None) -> EngineConfig:
         """Return the config for `model`. Knobs without a flag come from `defaults`. Raises ConfigError."""
         profile = {name: value for name, value in (defaults or {}).items() if name not in self.automatic}
-        return EngineConfig(**{**profile, **self.given, "model": model})
+        config = EngineConfig(**{**profile, **self.given, "model": model})
+        check_together({**self.given, "speculative": config.speculative})
+        return config
 
 
 def with_engine_options(

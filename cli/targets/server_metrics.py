@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple, Self
 
-from llmsched.cli.figures.engine_counts import EngineCounts
+from llmsched.cli.figures.engine_counts import DRAFT_COUNTS, EngineCounts
 from llmsched.cli.figures.kv_memory import TargetState
 from llmsched.engine.memory.plan import MemoryParts
 
@@ -22,9 +22,10 @@ _PREEMPTIONS = ("num_preemptions_total", "num_preemptions")
 #: Reported by llmsched only: the parts of its memory and the use of its KV memory in bytes, and what it counts.
 _PARTS = ("memory_weights_bytes", "memory_activations_bytes", "memory_other_bytes", "kv_cache_bytes")
 _KV_USE = ("kv_cache_used_bytes", "kv_cache_empty_bytes", "kv_cache_cached_bytes")
+_DRAFTS = {key: f"spec_decode_num_{key}_total" for key in DRAFT_COUNTS}
 _LATE, _WAITED, _MISSES = "late_compilations_total", "request_wait_seconds_total", "prefix_cache_misses_total"
 
-_NAMES = "|".join((*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_PARTS, *_KV_USE, _LATE, _WAITED, _MISSES))
+_NAMES = "|".join((*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_PARTS, *_KV_USE, _LATE, _WAITED, _MISSES, *_DRAFTS.values()))
 _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 #: Ends of the names of metrics that only grow while the server runs.
 _GROWING = ("_total", "_bucket", "_count", "_sum")
@@ -78,11 +79,13 @@ class ServerMetrics:
     def counts(self) -> EngineCounts:
         preemptions, late = self.total(*_PREEMPTIONS), self.total(_LATE)
         misses = self.by_label(_MISSES, "kind")
+        drafts = {key: self.total(name) for key, name in _DRAFTS.items()}
         return EngineCounts(
             None if preemptions is None else int(preemptions),
             None if late is None else int(late),
             self.by_label(_WAITED, "reason"),
             None if misses is None else {kind: int(count) for kind, count in misses.items()},
+            drafts=None if None in drafts.values() else {key: int(count or 0) for key, count in drafts.items()},
         )
 
     def memory(self) -> MemoryParts | None:

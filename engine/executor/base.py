@@ -19,10 +19,12 @@ class ScheduledRow(NamedTuple):
 
     sequence: Sequence
     start: int
-    num_tokens: int  # the last token may be pending: sampled, but not in `token_ids` yet
+    num_tokens: int  # the last token may be pending: sampled, but not in `token_ids` yet; counts the draft
     #: The KV of position p in layer group g is in block block_table[g, p // block_size].
     block_table: npt.NDArray[np.int32]
     sample: bool  # True if the row ends the sequence, and a token is sampled from its last logits
+    #: Guesses of the tokens after `token_ids`. Tokens are also sampled after each of them.
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class StepPlan:
     copies: ListLike[tuple[int, int]] = ()  # (source, destination)
     swap_out: ListLike[tuple[int, int]] = ()  # (block, host block)
     swap_in: ListLike[tuple[int, int]] = ()  # (host block, block)
+    num_draft_tokens: int = 0  # of all rows together
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +55,12 @@ class RowResult:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None  # ends only this sequence
     caused_by_request: bool = False  # False if the model caused the error
+    #: Results after each token of the draft. Each is valid if the draft up to there is what was sampled.
+    more: ListLike[RowResult] = ()
+
+    @property
+    def last(self) -> RowResult:
+        return self.more[-1] if self.more else self
 
 
 @dataclass(slots=True)

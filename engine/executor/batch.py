@@ -26,8 +26,8 @@ class PackedBatch:
     block_tables: Int32  # [G, B, max_blocks], with zeros after the blocks of the context
     cu_seqlens_q: Int32  # [B + 1]
     context_lens: Int32  # [B], including the new tokens
-    logit_rows: Int64  # tokens whose logits are needed: last tokens of sampling rows, then first ones (prompt_counts)
-    sampling_rows: list[int]  # rows for which a token is sampled
+    logit_rows: Int64  # tokens whose logits are needed: those of sampling_rows, then first ones (prompt_counts)
+    sampling_rows: list[int]  # row of each sampled token: once per sampling row, and once per token of its draft
     pending_rows: list[int]  # rows that end with a pending token
     prompt_counts: list[int]  # per row, how many of its first tokens predict prompt tokens
     adapters: Int32 | None  # [T], adapter of each token, -1 for none; None if no row has an adapter
@@ -51,6 +51,7 @@ def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None)
     block_tables = np.zeros((len(rows[0].block_table), len(rows) + padding, int(widths.max())), dtype=np.int32)
     for index, row in enumerate(rows):
         known_ids = row.sequence.token_ids[row.start : row.start + row.num_tokens]
+        known_ids.extend(row.draft)
         if len(known_ids) < row.num_tokens:
             pending_rows.append(index)
         input_ids[bounds[index] : bounds[index] + len(known_ids)] = known_ids
@@ -62,7 +63,8 @@ def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None)
     slots[:, : len(positions)] = blocks * block_size + positions % block_size
     context_lens = np.ones(len(rows) + padding, dtype=np.int32)
     context_lens[: len(rows)] = contexts
-    sampling_rows = [index for index, row in enumerate(rows) if row.sample]
+    sampling_rows = [index for index, row in enumerate(rows) if row.sample for _ in range(1 + len(row.draft))]
+    num_later = [later for row in rows if row.sample for later in range(len(row.draft), -1, -1)]
     prompt_counts = [num_prompt_predictions(row) for row in rows]
     predictions = [np.arange(bounds[i], bounds[i] + count) for i, count in enumerate(prompt_counts) if count]
     return PackedBatch(
@@ -72,7 +74,7 @@ def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None)
         block_tables=block_tables,
         cu_seqlens_q=np.append(bounds, bounds[-1] + np.arange(1, padding + 1)).astype(np.int32),
         context_lens=context_lens,
-        logit_rows=np.concatenate([bounds[1:][sampling_rows] - 1, *predictions]),
+        logit_rows=np.concatenate([bounds[1:][sampling_rows] - 1 - np.array(num_later, dtype=np.int64), *predictions]),
         sampling_rows=sampling_rows,
         pending_rows=pending_rows,
         prompt_counts=prompt_counts,

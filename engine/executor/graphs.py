@@ -1,6 +1,6 @@
 """CUDA graphs of forward passes that compute only decodes."""
 # The launches of a pass are recorded once and replayed as one launch. A graph has a fixed number of rows, and each row
-# has one token. A step of decodes is padded to the next larger graph.
+# has one token. A step of decodes is padded to the next larger graph. Steps with drafts run without a graph.
 #
 # What a graph reads must have the same addresses in every step (see StepBuffers). All graphs share one pool of memory
 # and one tensor of logits, because they never run at the same time. So logits must be used before the next replay.

@@ -49,7 +49,7 @@ class PackedPart(NamedTuple):
     rows: ListLike[ScheduledRow]
     batch: PackedBatch
     inputs: ModelInputs
-    sampling: list[Sequence]  # sequences of the rows that sample
+    sampling: list[Sequence]  # sequences for `batch.sampling_rows`, as they are when their tokens are sampled
     parameters: torch.Tensor | None = None  # see `Sampler.enqueue`
     #: Indices of pending tokens in input_ids, and in the tokens that the previous step sampled.
     pending: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -59,7 +59,7 @@ class LaunchedPart(NamedTuple):
     """Part of a step that the device may still be computing."""
 
     indices: ListLike[int]  # numbers of the rows in the step
-    sampling_rows: list[int]  # rows of the part that sample
+    sampling_rows: list[int]  # see PackedBatch
     sampled: PendingSample | None  # their tokens
     prompt_counts: list[int]  # how many of the `prompt_logprobs` belong to each row
     prompt_logprobs: list[PendingLogprobs]
@@ -67,8 +67,13 @@ class LaunchedPart(NamedTuple):
     def collect(self) -> list[RowResult]:
         results = [RowResult() for _ in self.indices]
         if self.sampled is not None:
+            previous = -1
             for index, result in zip(self.sampling_rows, self.sampled.collect(), strict=True):
-                results[index] = result
+                if index == previous:  # after a token of the draft
+                    results[index].more = [*results[index].more, result]
+                else:
+                    results[index] = result
+                previous = index
         found = collect_logprobs(self.prompt_logprobs)
         for result, end, count in zip(results, accumulate(self.prompt_counts), self.prompt_counts, strict=True):
             result.prompt_logprobs = found[end - count : end]

@@ -187,7 +187,7 @@ class TorchExecutor(Executor):
         decodes = all(row.sample and row.num_tokens == 1 for row in rows)
         size = self._graphs.size_for(len(rows)) if decodes and self._graphs is not None else None
         batch, inputs = self._pack(rows, size)
-        sampling = [rows[index].sequence for index in batch.sampling_rows]
+        sampling = [row.sequence.ahead(later) for row in rows if row.sample for later in range(1 + len(row.draft))]
         packed = PackedPart(indices, rows, batch, inputs, sampling)
         if sampling:
             self._sampled.add_sequences(sampling)

@@ -153,6 +153,27 @@ class KVManager:
             table.extend_window(self.pool.allocate(self.layout.window_groups * count))
         return min(end, table.capacity)
 
+    def lend(self, request: Request, end: int) -> int:
+        """Allocate blocks, as far as they are available, so that a step can compute draft tokens before position `end`.
+
+        Returns the position up to which the blocks suffice. After the step, call `take_back(...)`.
+        """
+        table, layout = request.table, self.layout
+        if end > table.capacity:
+            columns = min(layout.width(end) - len(table), self.pool.num_available // layout.num_groups)
+            if columns > 0:
+                table.extend(len(table) + columns, self.pool.allocate(layout.full_groups * columns))
+            if layout.window_groups:
+                return self.reach(request, min(end, len(table) * self.block_size))
+        return min(end, table.capacity)
+
+    def take_back(self, request: Request) -> None:
+        """Release the blocks that `lend(...)` allocated, except those that the request's tokens need."""
+        width = self.layout.width(request.num_tokens)
+        if width < len(request.table):
+            self.pool.release(request.table.shrink(width))
+        self.trim(request)
+
     def trim(self, request: Request) -> None:
         """Release the blocks that `reach(...)` allocated to the request for a step that was not computed."""
         table = request.table

@@ -88,6 +88,13 @@ class BlockTable:
         self._set_width(end)
         self._set_capacity()
 
+    def shrink(self, end: int) -> list[int]:
+        """Remove the blocks from index `end` on from full-attention rows and return them, the last one first."""
+        blocks = self.full_blocks(end, self._width)
+        self._set_width(end)
+        self._set_capacity()
+        return blocks[::-1]
+
     def open_window(self, start: int, nodes: Sequence[PrefixNode]) -> None:
         """Let sliding-window rows begin at index `start`, with the sliding-window blocks of `nodes`."""
         self.window_start = start

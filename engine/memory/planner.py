@@ -96,7 +96,9 @@ def plan_memory(
     kv_bytes = kv_dtype_bytes or dtype_bytes
     plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
     if profile is not None and device.kind == "cuda":
-        activations = profile.activation_bytes(shape, plan.max_num_batched_tokens, config.max_num_seqs, dtype_bytes)
+        activations = profile.activation_bytes(
+            shape, plan.max_num_batched_tokens, config.most_sampled_rows, dtype_bytes
+        )
         plan = replace(plan, activation_bytes=activations, context_bytes=LIBRARY_BYTES, graph_bytes=0)
     elif device.kind == "cpu" and config.max_model_len is None:
         # On a CPU, attention needs memory in proportion to the context, and that leaves less for KV. No context can be
@@ -143,7 +145,7 @@ def _plan_for_context(
         activation_bytes=activation_bytes(
             shape,
             tokens,
-            config.max_num_seqs,
+            config.most_sampled_rows,
             dtype_bytes,
             kind=device.kind,
             context=context,

@@ -28,6 +28,9 @@ class SchedulerCounters:
     num_swapped_out: int = 0
     num_swapped_in: int = 0
     num_headroom_changes: int = 0
+    num_drafts: int = 0  # rows with a draft
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # draft tokens that became output
     wait_for_slot: float = 0.0
     wait_for_memory: float = 0.0
     wait_for_step: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Unpack, cast
+from typing import NamedTuple, Unpack, cast
 
 from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.executor.base import RowResult, StepPlan, StepResult
@@ -14,14 +14,13 @@ from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 from llmsched.engine.scheduler.admission import Admission
+from llmsched.engine.scheduler.drafts import Drafter
 from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import Preemption
+from llmsched.engine.scheduler.sampled import accept, matched, reason_to_end
 from llmsched.engine.scheduler.token_budget import Pacer, StepBuilder
 from llmsched.engine.scheduler.waiting_queue import WaitingQueue, WaitReason, initial_rank
-
-if TYPE_CHECKING:
-    from llmsched.engine.grammar.compiler import Matcher
 
 
 class Update(NamedTuple):
@@ -50,6 +49,8 @@ class Scheduler:
     For each step, the caller calls `schedule` to plan it, `advance` after it was launched, and `settle` when its
     results are known. From `advance` to `settle`, the step is in flight, and the tokens that it samples are pending.
     Meanwhile the next step may be scheduled and launched, but it is advanced only after the step in flight is settled.
+    While a step with drafts (see drafts.py) is in flight, no step is planned, because it may sample several tokens per
+    request.
 
     Steps have no phases: each step lets num_computed_tokens of the running requests catch up with their num_tokens.
     Prefill, chunked prefill, decode and recovery from preemption differ only in the number of uncomputed tokens.
@@ -84,6 +85,9 @@ class Scheduler:
         assert not self.running
         self.config = replace(self.config, **limits)
         self.pacer = Pacer(self.config)
+        self.drafter = (
+            None if self.config.speculative == "off" else Drafter(self.config, self.pacer, self.ledger, self.counters)
+        )
         self.admission = Admission(
             self.kv,
             self.config,
@@ -178,10 +182,13 @@ class Scheduler:
         admit = self.admission.worth_trying and (not preempted or not self.running)
         reason = self._prefill(step, behind, admit=admit)
         self.waiting.times.now_waiting_for(reason if self.waiting else None)
+        num_drafted = 0
+        if self.drafter is not None and self._in_flight is None:
+            num_drafted = step.draft(self.drafter.choose(decodes, step.left))
         if not (rows := step.rows()):
             return StepPlan(())
         finished, self._finished = self._finished, []
-        return StepPlan(rows, finished, self.kv.copies.take(), *self.kv.swap.take())
+        return StepPlan(rows, finished, self.kv.copies.take(), *self.kv.swap.take(), num_drafted)
 
     def _demand(self) -> Demand:
         growing = [  # block_table is faster than `table`
@@ -198,11 +205,18 @@ class Scheduler:
     def _needs_results(self, demand: Demand) -> bool:
         """Return True if the next plan must wait until the step in flight is settled."""
         # A reason is a possible preemption: pending tokens could not be computed again, and the results may end a
-        # request, which frees its blocks. Other reasons are penalties and grammars, which depend on pending tokens.
+        # request, which frees its blocks. Other reasons are penalties, grammars and drafts, which depend on pending
+        # tokens.
         if demand.victim is not None:
             return True
         if any(request.num_pending_tokens and request.depends_on_tokens for request in self.running):
             return True
+        if self._in_flight is not None and self._in_flight.num_draft_tokens:
+            return True
+        if self.drafter is not None:
+            decodes = [r for r in self.running if r.num_tokens - r.num_computed_tokens == 1]
+            if self.drafter.choose(decodes, self.pacer.limit - len(decodes), ahead=True):
+                return True
         # In sliding-window layers, a request may need one block more until `settle` releases one.
         spare = self.kv.layout.window_groups * len(demand.growing)
         return demand.missing + spare > self.kv.pool.num_available
@@ -276,9 +290,9 @@ class Scheduler:
         assert self._in_flight is None, "settle the step in flight first"
         self._in_flight = plan
         running = RequestStatus.RUNNING
-        for request, _, num_tokens, _, sample in _rows_of(plan):
+        for request, _, num_tokens, _, sample, draft in _rows_of(plan):
             if request.status is running:
-                request.num_computed_tokens += num_tokens
+                request.num_computed_tokens += num_tokens - len(draft)
                 if sample and len(request.token_ids) + 1 - request.num_prompt_tokens < request.sampling.max_tokens:
                     request.num_pending_tokens = 1
 
@@ -290,22 +304,29 @@ class Scheduler:
         self.pacer.learn(plan, result.elapsed - result.swap_elapsed)
         updates = []
         running = RequestStatus.RUNNING
-        for (request, start, _, _, _), row_result in zip(_rows_of(plan), result.rows, strict=True):
+        for (request, start, _, _, _, draft), row_result in zip(_rows_of(plan), result.rows, strict=True):
             if request.status is not running:
                 continue
             request.num_pending_tokens = 0
             if request.matcher is not None and row_result.token_id is not None:
-                row_result = _matched(request.matcher, row_result)
+                row_result = matched(request.matcher, row_result)
             updates.append(_new_update((request, start, row_result)))
-            if row_result.error is not None:
+            reason = accept(request, draft, row_result) if draft else None
+            if draft and self.drafter is not None:
+                self.drafter.settled(request, draft, row_result)
+            if (row_result.last if draft else row_result).error is not None:
                 self.finish(request, FinishReason.ERROR)
                 continue
             assert request.block_table is not None  # faster than `request.table`, for every row of every step
             if request.num_computed_tokens >= request.block_table.commit_at:
                 self.kv.commit(request)
-            if (token_id := row_result.token_id) is not None:
-                request.token_ids.append(token_id)
-            if (reason := _reason_to_end(request, token_id)) is not None:
+            if not draft:
+                if (token_id := row_result.token_id) is not None:
+                    request.token_ids.append(token_id)
+                reason = reason_to_end(request, token_id)
+            elif reason is None:
+                self.kv.take_back(request)
+            if reason is not None:
                 self.finish(request, reason)
         return updates
 
@@ -326,10 +347,12 @@ class Scheduler:
         # one token of each running request fits in a step.
         assert self._in_flight is plan
         self._in_flight = None
-        for request, _, num_tokens, _, _ in _rows_of(plan):
+        for request, _, num_tokens, _, _, draft in _rows_of(plan):
             if request.status is RequestStatus.RUNNING:
-                request.num_computed_tokens -= num_tokens
+                request.num_computed_tokens -= num_tokens - len(draft)
                 request.num_pending_tokens = 0
+                if draft:
+                    self.kv.take_back(request)
         undone = [plan] if following is None else [plan, following]
         self._finished[:0] = [request_id for each in undone for request_id in each.finished]
         saved = {host for each in undone for _, host in each.swap_out}
@@ -366,6 +389,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self.predictor.learn(request)
+        if self.drafter is not None:
+            self.drafter.forget(request)
         self.ledger.note(request.request_id, "finished", reason=reason.value, output_tokens=request.num_output_tokens)
         self.ledger.end(request.request_id)
         self.admission.backfill.forget(request)
@@ -390,24 +415,5 @@ def _num_uneventful_tokens(request: Request) -> int:
     return min(table.capacity + 1 - num_tokens, table.commit_at - num_tokens, before_end)
 
 
-def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool]]:
-    return cast("Sequence[tuple[Request, int, int, object, bool]]", plan.rows)
-
-
-def _matched(matcher: Matcher, result: RowResult) -> RowResult:
-    """Return the result after its token was added to the matcher: an error if the grammar does not allow the token."""
-    error = matcher.accept(cast("int", result.token_id))
-    return result if error is None else RowResult(error=error, caused_by_request=True)
-
-
-def _reason_to_end(request: Request, token_id: int | None) -> FinishReason | None:
-    num_tokens, sampling = len(request.token_ids), request.sampling
-    num_output_tokens = num_tokens - request.num_prompt_tokens
-    if token_id in request.stop_ids and num_output_tokens > sampling.min_tokens:
-        return FinishReason.STOP
-    if request.matcher is not None and request.matcher.finished and num_output_tokens >= sampling.min_tokens:
-        return FinishReason.STOP
-    if num_output_tokens < sampling.max_tokens:
-        return None
-    complete = token_id is not None or request.num_computed_tokens >= num_tokens
-    return FinishReason.LENGTH if complete else None
+def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool, tuple[int, ...]]]:
+    return cast("Sequence[tuple[Request, int, int, object, bool, tuple[int, ...]]]", plan.rows)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
@@ -40,11 +41,26 @@ WARN_AFTER = 32
 RAISE_AFTER = 1024
 
 
+class DraftCosts(NamedTuple):
+    """Predicted times in seconds of a step of decodes: without drafts, and with drafts of n tokens in all.
+
+    The second is base + n x per_token, and must be at most `most`.
+    """
+
+    plain: float
+    base: float
+    per_token: float
+    most: float
+
+
 class Pacer:
     """Controller that sizes each step's token budget by a step-time model, so that prefills delay decodes little."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.model = StepTimeModel()
+        #: Learns only steps of decodes and drafts, in which draft tokens count as prefill tokens. Its times differ from
+        #: those of the other model, because tokens are sampled after draft tokens, and because CUDA graphs have none.
+        self._draft_model = StepTimeModel()
         #: `limit` is less than max_num_batched_tokens after a step that ran out of memory.
         self.step_budget = self.limit = self._most = config.max_num_batched_tokens
         #: Why the latest budget is below `limit`, as details for the ledger.
@@ -96,15 +112,32 @@ class Pacer:
                 LEAST_PREFILL,
             )
 
+    def draft_costs(self, num_decodes: int, kv_tokens: int, *, measured: bool = True) -> DraftCosts | None:
+        """Return what drafts cost in a step of decodes alone, or None while too few steps were measured.
+
+        Without `measured`, or before steps with drafts were measured, a draft token costs as much as a prefill token.
+        """
+        if not self.model.trusted:
+            return None
+        model = self._draft_model if measured and self._draft_model.trusted else self.model
+        without, with_one = (StepShape(count, num_decodes, kv_tokens) for count in (0, 1))
+        plain, base = self.model.predict(without), model.predict(without)
+        most = math.inf if self._target is None else self._target
+        return DraftCosts(plain, max(plain, base), model.predict(with_one) - base, most)
+
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Add a computed plan and its time in seconds to the step-time model."""
         has_prefills = bool(plan.rows) and plan.rows[-1].num_tokens > 1  # decodes are the first rows
-        if self._is_due(has_prefills):
+        if self._is_due(has_prefills or plan.num_draft_tokens > 0):
             # `shape_of` also counts what this model does not use, which takes time in every step.
             counts = [row.num_tokens for row in plan.rows]
-            prefills = [count for count in counts if count > 1]
             kv_tokens = sum([row.start for row in plan.rows]) + sum(counts)
-            self._learn(StepShape(sum(prefills), len(counts) - len(prefills), kv_tokens), seconds)
+            if plan.num_draft_tokens:
+                counts = [row.num_tokens - len(row.draft) for row in plan.rows]
+            prefills = [count for count in counts if count > 1]
+            num_prefill_tokens = sum(prefills) + plan.num_draft_tokens
+            shape = StepShape(num_prefill_tokens, len(counts) - len(prefills), kv_tokens)
+            self._learn(self._draft_model if plan.num_draft_tokens and not prefills else self.model, shape, seconds)
         if self.limit < self._most:
             self._calm_steps += 1
             if self._calm_steps >= self._raise_after:
@@ -114,18 +147,18 @@ class Pacer:
 
     def learn_decodes(self, shape: StepShape, seconds: float) -> None:
         """Add a step of decodes alone to the step-time model, as `learn(...)` does for a plan."""
-        if self._is_due(has_prefills=False):
-            self._learn(shape, seconds)
+        if self._is_due(has_more=False):
+            self._learn(self.model, shape, seconds)
 
-    def _is_due(self, has_prefills: bool) -> bool:
+    def _is_due(self, has_more: bool) -> bool:
         self._num_steps += 1
-        is_due = has_prefills or not self.model.trusted or self._num_steps % LEARN_EVERY == 0
+        is_due = has_more or not self.model.trusted or self._num_steps % LEARN_EVERY == 0
         return is_due and not self._is_baseline
 
-    def _learn(self, shape: StepShape, seconds: float) -> None:
-        if self.model.trusted:
-            seconds = min(seconds, OUTLIER * max(self.model.predict(shape), LEAST_TARGET))
-        self.model.learn(shape, seconds)
+    def _learn(self, model: StepTimeModel, shape: StepShape, seconds: float) -> None:
+        if model.trusted:
+            seconds = min(seconds, OUTLIER * max(model.predict(shape), LEAST_TARGET))
+        model.learn(shape, seconds)
 
     def lower(self, num_tokens: int) -> None:
         """Limit later steps to half of `num_tokens`, the size of a step that ran out of memory."""
@@ -145,6 +178,7 @@ class StepBuilder:
         self._ledger = ledger
         self._counts: dict[Request, int] = {}
         self._behind: set[Request] = set()
+        self._drafts: dict[Request, tuple[int, ...]] = {}
 
     def give(self, request: Request, limit: int) -> int:
         """Schedule as many of the request's tokens as `limit`, the token budget and memory allow. Return how many."""
@@ -168,16 +202,32 @@ class StepBuilder:
         self._counts = dict.fromkeys(requests, 1)
         self.left -= len(self._counts)
 
+    def draft(self, drafts: Mapping[Request, tuple[int, ...]]) -> int:
+        """Add drafts to requests given to `decode(...)`, as far as the token budget and free blocks allow.
+
+        Returns the number of draft tokens. Call this last, so that drafts get what nothing else needs.
+        """
+        before = self.left
+        for request, draft in drafts.items():
+            known = request.num_computed_tokens + 1
+            count = self._kv.lend(request, known + min(len(draft), self.left)) - known
+            if count > 0:
+                self._drafts[request] = draft[:count]
+                self._counts[request] += count
+                self.left -= count
+        return before - self.left
+
     def rows(self) -> list[ScheduledRow]:
         """Return the rows to compute, and write the progress of each prefill to the ledger."""
         for request in self._behind:
             done = request.num_computed_tokens + self._counts[request]
             why = self._pace if self.left <= 0 and done < request.num_tokens else {}
             self._ledger.note(request.request_id, "computed", up_to=done, of=request.num_tokens, **why)
-        rows = []
+        rows, drafts = [], self._drafts
         for request, count in self._counts.items():
             start, end = request.num_computed_tokens, len(request.token_ids) + request.num_pending_tokens
-            sample = start + count == end and end - request.num_prompt_tokens < request.sampling.max_tokens
+            draft = drafts.get(request, ()) if drafts else ()
+            sample = start + count - len(draft) == end and end - request.num_prompt_tokens < request.sampling.max_tokens
             assert request.block_table is not None  # faster than `request.table`, for every row of every step
-            rows.append(_new_row((request, start, count, request.block_table.ids, sample)))
+            rows.append(_new_row((request, start, count, request.block_table.ids, sample, draft)))
         return rows

@@ -96,7 +96,7 @@ def test_info_has_the_size_of_the_cache(metrics: EngineMetrics) -> None:
 def test_tokens_are_counted_as_they_come(metrics: EngineMetrics) -> None:
     one = stream()
     for time in (1.25, 1.27, 1.3, 1.33):
-        one.record(metrics, time)
+        one.record(metrics, time, 1)
     found = samples(metrics)
     assert found["llmsched:generation_tokens_total"] == 4
     assert found["llmsched:inter_token_latency_seconds_count"] == 3
@@ -123,7 +123,7 @@ def test_undefined_times_are_not_observed(metrics: EngineMetrics) -> None:
     stream().record_end(metrics, FinishReason.ABORT, now=2.0)
     single = stream()
     single.request.token_ids = [5] * 8
-    single.record(metrics, 2.0)
+    single.record(metrics, 2.0, 1)
     single.record_end(metrics, FinishReason.STOP, now=2.0)
     found = samples(metrics)
     assert found["llmsched:request_time_per_output_token_seconds_count"] == 0

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from random import Random
 
-from fakes import BLOCK, Harness, make_request, reference
+from fakes import BLOCK, Harness, make_request, next_token, reference, repeating_token
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -47,6 +47,8 @@ class SchedulerLife(RuleBasedStateMachine):
         lane=st.sampled_from([0.0, 0.3]),
         target_itl=st.sampled_from([None, None, 0.5, 2.0]),
         num_stop_ids=st.sampled_from([0, 30]),
+        speculative=st.sampled_from(["off", "off", "ngram", "auto"]),
+        draft=st.integers(1, 15),
     )
     def start(
         self,
@@ -64,6 +66,8 @@ class SchedulerLife(RuleBasedStateMachine):
         lane: float,
         target_itl: float | None,
         num_stop_ids: int,
+        speculative: str,
+        draft: int,
     ) -> None:
         pinned = pinned * layout.num_groups if caching else 0
         blocks *= layout.num_groups
@@ -88,7 +92,10 @@ class SchedulerLife(RuleBasedStateMachine):
             fast_lane_output=40,
             target_itl=target_itl,
             priority_step=7.0,
+            speculative=speculative,
+            num_speculative_tokens=draft,
         )
+        self.model = self.harness.executor.model = next_token if speculative == "off" else repeating_token
         self.harness.executor.per_swapped_block = swap[2]
         self.harness.scheduler.pacer._raise_after = 10  # so that the budget recovers within a run
         self.stop_ids = frozenset(range(num_stop_ids))
@@ -197,7 +204,7 @@ class SchedulerLife(RuleBasedStateMachine):
             assert request.status is RequestStatus.FINISHED
             prompt = request.token_ids[: request.num_prompt_tokens]
             output = request.token_ids[request.num_prompt_tokens :]
-            assert output == reference(prompt, len(output))
+            assert output == reference(prompt, len(output), self.model)
             if request.finish_reason is FinishReason.LENGTH:
                 assert len(output) == request.sampling.max_tokens
             stopped = request.finish_reason is FinishReason.STOP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +30,17 @@ def next_token(token_ids: list[int]) -> int:
     return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % VOCAB
 
 
-def reference(prompt: list[int], count: int) -> list[int]:
+def repeating_token(token_ids: list[int]) -> int:
+    """Return the next token of a fake model that three times of four repeats the seventh token from the end."""
+    chance = next_token(token_ids)
+    return token_ids[-7] if chance % 4 and len(token_ids) >= 7 else chance
+
+
+def reference(prompt: list[int], count: int, model: Callable[[list[int]], int] = next_token) -> list[int]:
     """Return the `count` output tokens of a request that is served alone."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(model(tokens))
     return tokens[len(prompt) :]
 
 
@@ -59,10 +66,11 @@ class FakeExecutor(Executor):
     A launched step runs only when its result or that of a later step is collected. If `looks_ahead` is set, a step may
     use tokens of the step before, even if the result of that step has not been collected.
 
-    A step takes `elapsed` seconds, and `per_swapped_block` seconds more for each block that is copied from or to
-    host memory. Rows of the requests whose ids are in `failing` fail. The parts of a step are the three kinds of copies
-    (swap-out, copy-on-write, swap-in) and then each row. Each number in `exhausted` makes one step run out of memory
-    after that many parts: in `launch` if the step has an even number of rows, else in `collect`.
+    `model` gives the next token after some tokens. A step takes `elapsed` seconds, and `per_swapped_block` seconds more
+    for each block that is copied from or to host memory. Rows of the requests whose ids are in `failing` fail. The
+    parts of a step are the three kinds of copies (swap-out, copy-on-write, swap-in) and then each row. Each number in
+    `exhausted` makes one step run out of memory after that many parts: in `launch` if the step has an even number of
+    rows, else in `collect`.
     """
 
     elapsed = 1.0
@@ -78,14 +86,17 @@ class FakeExecutor(Executor):
         self.plans: list[StepPlan] = []
         self.failing: set[str] = set()
         self.exhausted: list[int] = []
+        self.model: Callable[[list[int]], int] = next_token
         self._queue: list[LaunchedStep] = []
         self._sampled: dict[Sequence, int] = {}
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         assert len({row.sequence.request_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
         rows = [row._replace(block_table=row.block_table.copy()) for row in plan.rows]
-        step = LaunchedStep(plan, rows, [list(row.sequence.token_ids) for row in plan.rows])
+        step = LaunchedStep(plan, rows, [[*row.sequence.token_ids, *row.draft] for row in plan.rows])
+        assert sum(len(row.draft) for row in rows) == plan.num_draft_tokens
         for row, ids in zip(rows, step.token_ids, strict=True):
+            assert not row.draft or (row.sample and row.start + row.num_tokens == len(ids)), "a draft in the middle"
             missing = row.start + row.num_tokens - len(ids)
             assert missing <= (self.looks_ahead and row.num_tokens == 1), "ids are not known yet"
         step.exhausted = self.exhausted.pop() if self.exhausted else None
@@ -151,10 +162,12 @@ class FakeExecutor(Executor):
             assert held == token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
         if not row.sample:
             return RowResult(error="told to fail" if row.sequence.request_id in self.failing else None)
-        token = self._sampled[row.sequence] = next_token(token_ids[:end])
+        first, *more = (self.model(token_ids[: end - later]) for later in range(len(row.draft), -1, -1))
+        self._sampled[row.sequence] = first
         if row.sequence.request_id in self.failing:
-            return RowResult(error="told to fail")
-        return RowResult(token_id=token)
+            failed = RowResult(error="told to fail")
+            return RowResult(token_id=first, more=[failed] * len(more)) if more else failed
+        return RowResult(token_id=first, more=[RowResult(token_id=token) for token in more])
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, arrival: float = 0.0, **more: object) -> Request:
@@ -235,6 +248,9 @@ class Harness(StepLoop):
     def step(self) -> None:
         self.run_step()
         self.scheduler.check_integrity()
+        if self.config.scheduling_policy != "static":
+            for request in self.scheduler.running:  # no blocks of drafts are left over
+                assert len(request.table) <= request.table.layout.width(request.num_tokens)
         self.time += 1.0
 
     def run(self, limit: int = 10_000) -> int:
@@ -251,9 +267,9 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [(seed * 7919 + i * 31 + seed) % 1000 for i in range(count)]
 
 
-def assert_right(*requests: Request) -> None:
+def assert_right(*requests: Request, model: Callable[[list[int]], int] = next_token) -> None:
     for request in requests:
         prompt = request.token_ids[: request.num_prompt_tokens]
         output = request.token_ids[request.num_prompt_tokens :]
-        assert output == reference(prompt, request.sampling.max_tokens), request.request_id
+        assert output == reference(prompt, request.sampling.max_tokens, model), request.request_id
         assert request.finish_reason is FinishReason.LENGTH

@@ -1,0 +1,206 @@
+"""Drafts for speculative decoding: guesses of a request's next tokens, looked up in its prompt and output.
+
+A step computes a draft as a short prefill after the request's last token, and samples a token after each of its tokens.
+The samples are kept up to the first one that differs from the draft. The output is that of decoding without drafts:
+what is sampled is a function of the logits and of a key, and the key depends only on the seed and the position. So a
+token that is sampled after a draft is the token that plain decoding samples there, if the draft is what was sampled up
+to there; other samples are dropped. By induction, the outputs are equal token by token for every seed, and therefore
+equal in distribution. A draft token is kept with its probability under the model, which is the best that rejection
+sampling can do with a fixed guess (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative
+decoding", ICML 2023, with a draft model that is certain of its guess).
+
+Lookup of n-grams: A. Saxena, "Prompt lookup decoding", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llmsched.engine.config import MAX_DRAFT_TOKENS, ResolvedConfig
+from llmsched.engine.executor.base import RowResult
+from llmsched.engine.request import Request
+from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
+from llmsched.engine.scheduler.ngram_index import NgramIndex, continuation
+from llmsched.engine.scheduler.token_budget import DraftCosts, Pacer
+
+#: Share of draft tokens that are assumed to be right before any was checked, and number of checked tokens for which an
+#: assumption counts.
+ASSUMED_SHARE, ASSUMED_WEIGHT = 0.5, 4.0
+#: Factor by which each checked token lowers the weight of those before it.
+FORGET = 0.95
+#: In mode auto, drafts must promise this many times the tokens per second of a step without drafts. To draft, an engine
+#: that looks ahead waits for the results of the step in flight, whose cost no step-time model knows.
+LEAST_GAIN, LEAST_GAIN_AHEAD = 1.03, 1.15
+#: Steps without drafts after which drafts that seemed too slow are tried, so that their time is measured again.
+TRY_AGAIN = 64
+
+
+class Acceptance:
+    """Shares of checked draft tokens that were right, by the length of the match from which they come."""
+
+    def __init__(self, longest: int) -> None:
+        self._right = [0.0] * (longest + 1)
+        self._checked = [0.0] * (longest + 1)
+
+    def add(self, length: int, right: bool) -> None:
+        self._right[length] = FORGET * self._right[length] + right
+        self._checked[length] = FORGET * self._checked[length] + 1
+
+    def share(self, length: int, assumed: float) -> float:
+        return (self._right[length] + ASSUMED_WEIGHT * assumed) / (self._checked[length] + ASSUMED_WEIGHT)
+
+
+class History:
+    """Tokens of one request in an index, and how often its drafts were right."""
+
+    __slots__ = ("acceptance", "guess", "index", "length", "num_accepted", "num_drafted")
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.index = NgramIndex(shortest, longest)
+        self.acceptance = Acceptance(longest)
+        self.length = 0  # of the latest match
+        self.guess: tuple[int, int] | None = None  # index in token_ids, and the token expected there
+        self.num_drafted = self.num_accepted = 0
+
+
+class Proposal(NamedTuple):
+    request: Request
+    draft: list[int]
+    chances: list[float]  # of each token of the draft: that it and those before it are right
+
+
+class Drafter:
+    """Chooser of drafts: `speculative` says how.
+
+    With ngram, each request whose last tokens occur earlier in its prompt or output gets a draft of up to
+    num_speculative_tokens tokens. With auto, a step has the drafts with which it is expected to make the most tokens
+    per second, by the share of right drafts so far and by the step-time model. Drafts that are not computed are checked
+    too, against the token that is sampled.
+    """
+
+    def __init__(self, config: ResolvedConfig, pacer: Pacer, ledger: Ledger, counters: SchedulerCounters) -> None:
+        self._pacer = pacer
+        self._ledger = ledger
+        self._counters = counters
+        self._always = config.speculative == "ngram"
+        self._most = config.num_speculative_tokens
+        self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max
+        self._acceptance = Acceptance(self._longest)
+        self._histories: dict[Request, History] = {}
+        self._num_declined = 0
+
+    def forget(self, request: Request) -> None:
+        self._histories.pop(request, None)
+
+    def choose(self, decodes: Sequence[Request], room: int, *, ahead: bool = False) -> dict[Request, tuple[int, ...]]:
+        """Return drafts for some of the requests that decode in the next step, with at most `room` tokens in all.
+
+        With `ahead`, a step in flight samples tokens of these requests. The result then says which drafts there would
+        be if these tokens were known and as expected; it is empty if it does not pay to wait for them.
+        """
+        room = min(room, MAX_DRAFT_TOKENS)
+        if room <= 0:
+            return {}
+        proposals = [proposal for request in decodes if (proposal := self._propose(request)) is not None]
+        if not proposals:
+            return {}
+        if self._always:
+            counts = _first_come(proposals, room)
+        else:
+            counts = self._counts(proposals, decodes, room, LEAST_GAIN_AHEAD if ahead else LEAST_GAIN)
+        return {each.request: tuple(each.draft[:count]) for each, count in zip(proposals, counts, strict=True) if count}
+
+    def settled(self, request: Request, draft: Sequence[int], result: RowResult) -> None:
+        """Note the result of a request with a draft, without the samples that were dropped."""
+        history, counters = self._histories[request], self._counters
+        for place, (guess, found) in enumerate(zip(draft, (result, *result.more), strict=False)):
+            self._check(history, history.length + place, guess == found.token_id)
+        history.guess = None
+        history.num_drafted += len(draft)
+        history.num_accepted += len(result.more)
+        counters.num_drafts += 1
+        counters.draft_tokens += len(draft)
+        counters.accepted_tokens += len(result.more)
+        accepted, drafted = history.num_accepted, history.num_drafted
+        self._ledger.note(request.request_id, "drafted", accepted=accepted, of=drafted)
+
+    def _propose(self, request: Request) -> Proposal | None:
+        pending = request.num_pending_tokens
+        most = min(self._most, request.sampling.max_tokens - request.num_output_tokens - 1)
+        if most <= 0 or request.depends_on_tokens:
+            return None
+        if (history := self._histories.get(request)) is None:
+            history = self._histories[request] = History(self._shortest, self._longest)
+        token_ids = request.token_ids
+        if history.guess is not None and history.guess[0] < len(token_ids):
+            place, token = history.guess
+            self._check(history, history.length, token_ids[place] == token)
+            history.guess = None
+        match = history.index.find(token_ids) if history.index.extend(token_ids) else None
+        if match is None:
+            return None
+        draft = continuation(token_ids, match.end, most + pending)
+        history.length, history.guess = match.length, (len(token_ids), draft[0])
+        chances, chance = [], 1.0
+        for place, token in enumerate(draft):
+            length = min(match.length + place, self._longest)
+            chance *= history.acceptance.share(length, self._acceptance.share(length, ASSUMED_SHARE))
+            chances.append(chance)
+            if token in request.stop_ids:
+                break
+        draft = draft[pending : len(chances)]
+        return Proposal(request, draft, chances[pending:]) if draft else None
+
+    def _check(self, history: History, length: int, right: bool) -> None:
+        length = min(length, self._longest)
+        history.acceptance.add(length, right)
+        self._acceptance.add(length, right)
+
+    def _counts(
+        self, proposals: Sequence[Proposal], decodes: Sequence[Request], room: int, least_gain: float
+    ) -> list[int]:
+        kv_tokens = sum([len(request.token_ids) for request in decodes])
+        costs = self._pacer.draft_costs(len(decodes), kv_tokens)
+        assumed = self._pacer.draft_costs(len(decodes), kv_tokens, measured=False)
+        if costs is None or assumed is None:
+            return [0] * len(proposals)
+        counts = best_counts(proposals, len(decodes), room, costs, least_gain)
+        if any(counts) or not any(optimistic := best_counts(proposals, len(decodes), room, assumed, least_gain)):
+            return counts
+        self._num_declined += 1
+        if self._num_declined < TRY_AGAIN:
+            return counts
+        self._num_declined = 0
+        return optimistic
+
+
+def best_counts(
+    proposals: Sequence[Proposal], num_decodes: int, room: int, costs: DraftCosts, least_gain: float
+) -> list[int]:
+    """Return how many tokens of each proposal give the step the most expected tokens per second.
+
+    All are 0 if this is less than `least_gain` times the tokens per second of a step without drafts.
+    """
+    # Tokens are added by their chance, the likeliest first, while each raises the rate. A token's chance is at most
+    # that of the tokens before it in its draft, so it comes after them.
+    counts = [0] * len(proposals)
+    seconds, tokens = costs.base, float(num_decodes)
+    ranked = [(-chance, place, i) for i, each in enumerate(proposals) for place, chance in enumerate(each.chances)]
+    for negative, _, number in sorted(ranked)[:room]:
+        if -negative * seconds <= costs.per_token * tokens or seconds + costs.per_token > costs.most:
+            break
+        seconds += costs.per_token
+        tokens -= negative
+        counts[number] += 1
+    if tokens * costs.plain < least_gain * num_decodes * seconds:
+        return [0] * len(proposals)
+    return counts
+
+
+def _first_come(proposals: Sequence[Proposal], room: int) -> list[int]:
+    counts = []
+    for proposal in proposals:
+        counts.append(min(room, len(proposal.draft)))
+        room -= counts[-1]
+    return counts

@@ -1,0 +1,137 @@
+"""The real executor with drafts of the next tokens: outputs are those of an engine without drafts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from alike import ENGINES, assert_same, facts, requests
+from engines import SMALL_POOL, Collector, assert_idle, generate, generate_all, make_engine, prompt, sampling
+from tiny_models import VOCAB_SIZE
+
+from llmsched.engine.core import Engine
+from llmsched.engine.executor import torch_executor
+from llmsched.engine.request import FinishReason, SamplingParams
+
+DRAFTS: dict[str, Any] = {"speculative": "ngram", "prompt_lookup_min": 1}
+#: Prompts that repeat themselves, so that every step has drafts, and parameters with which some are right.
+LOOPS = [prompt(5, seed=seed) * 6 for seed in range(6)]
+
+
+def likely(index: int, **more: Any) -> SamplingParams:
+    """Return parameters with which the output repeats the ids of LOOPS[index], in an order that depends on the seed."""
+    bias = dict.fromkeys(LOOPS[index][:3], 9.0)
+    return sampling(**{"temperature": 1.0, "seed": index, "logit_bias": bias, "max_tokens": 40, **more})
+
+
+def accepted(engine: Engine) -> int:
+    stats = engine.stats()
+    assert 0 < stats.num_drafts <= stats.draft_tokens
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    return stats.accepted_tokens
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("name", sorted({*ENGINES} - {"static"}))
+def test_outputs_are_the_same(name: str, looks_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, settings = ENGINES[name]
+    if name == "steps in parts":
+        monkeypatch.setattr(torch_executor, "LOGITS_BYTES", 4 * VOCAB_SIZE * 3)
+    wanted = [*requests(), *((LOOPS[i], likely(i, n=1 + i % 2, logprobs=i % 3)) for i in range(4))]
+    expected = generate_all(make_engine(arch, **settings), *wanted)
+    engine = make_engine(arch, looks_ahead=looks_ahead, graphs=looks_ahead, **settings, **DRAFTS)
+    assert_same(generate_all(engine, *wanted), expected)
+    accepted(engine)
+    assert (engine.stats().num_preemptions > 0) is (settings.get("num_blocks", 0) > 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aborts_and_prefix_hits_change_no_other_output(seed: int) -> None:
+    chance = random.Random(seed)
+    params = [likely(index) for index in range(6)]
+    alone = [generate(make_engine(), pair)[0] for pair in zip(LOOPS, params, strict=True)]
+    engine = make_engine(looks_ahead=seed % 2 == 1, **SMALL_POOL, **DRAFTS)
+    collector, waiting, aborted = Collector(engine), [*range(6)] * 3, set()
+    chance.shuffle(waiting)
+    while waiting or engine.has_work():
+        if waiting and chance.random() < 0.5:
+            engine.add_request(f"{len(waiting)} {waiting[-1]}", LOOPS[waiting[-1]], params[waiting.pop()])
+        if engine.open_sequences and chance.random() < 0.1:
+            gone = chance.choice(list(engine.open_sequences))
+            aborted.add(gone)
+            collector.take(engine.abort(gone))
+            engine.check_integrity()
+        if engine.has_work():
+            collector.step()
+    assert_idle(engine)
+    accepted(engine)
+    for (name, _), choice in collector.choices.items():
+        expected = alone[int(name.split()[1])]
+        if name in aborted:
+            assert choice.tokens == expected.tokens[: len(choice.tokens)]
+        else:
+            assert facts(choice) == facts(expected)
+
+
+def test_a_stop_string_drops_the_tokens_of_the_draft_after_it() -> None:
+    free = generate(make_engine(), (LOOPS[0], likely(0)))[0]
+    ends: set[int] = set()
+    for place in range(4, 36):
+        stop = "".join(free.text[place : place + 2])
+        params = likely(0, stop=(stop,), logprobs=1)
+        expected = generate(make_engine(), (LOOPS[0], params))[0]
+        engine = make_engine(**DRAFTS)
+        (found,) = generate(engine, (LOOPS[0], params))
+        assert facts(found) == facts(expected)
+        assert len(found.logprobs) == len(found.tokens)
+        assert found.finish_reason is FinishReason.STOP
+        assert engine.stats().generation_tokens == len(found.tokens)
+        ends.add(len(found.tokens))
+    assert len(ends) > 3
+
+
+def test_the_first_choice_does_not_depend_on_n() -> None:
+    engine = make_engine(**DRAFTS)
+    (choices,) = generate_all(engine, (LOOPS[1], likely(1, n=3)))
+    accepted(engine)
+    (alone,) = generate(make_engine(), (LOOPS[1], likely(1)))
+    assert choices[0].tokens == alone.tokens
+    assert len({tuple(choice.tokens) for choice in choices}) == 3
+
+
+def test_tokens_of_one_step_share_its_gap() -> None:
+    now = 0.0
+    engine = make_engine(**DRAFTS, clock=lambda: now)
+    engine.add_request("a", LOOPS[0], likely(0))
+    gaps: list[float] = []
+    sizes = []
+    observe = engine.metrics.observe
+
+    def watched(name: str, value: float) -> None:
+        if name == "inter_token_latency_seconds":
+            gaps.append(value)
+        observe(name, value)
+
+    engine.metrics.observe = watched  # type: ignore[method-assign]
+    while engine.has_work():
+        now += 1.0
+        sizes += [len(output.token_ids) for output in engine.step()]
+    assert gaps == [1 / size for size in sizes[1:] for _ in range(size)]
+    assert max(sizes) > 1
+    assert sum(sizes) == 40
+
+
+def test_penalties_and_a_seed_that_is_not_given_are_served() -> None:
+    """Requests with penalties get no drafts; their neighbours do."""
+    wanted = [(LOOPS[0], likely(0, repetition_penalty=1.3)), (LOOPS[1], likely(1))]
+    engine = make_engine(**DRAFTS)
+    found = generate_all(engine, *wanted)
+    assert_same(found, generate_all(make_engine(), *wanted))
+    drafted = [
+        entry for index in range(2) for entry in engine.explain(str(index))[0].entries if entry.what == "drafted"
+    ]
+    assert {entry.details["of"] for entry in drafted} == {engine.stats().draft_tokens} or len(drafted) > 1
+    assert not [entry for entry in engine.explain("0")[0].entries if entry.what == "drafted"]
+    assert replace(likely(0)) == likely(0)
