@@ -21,7 +21,7 @@ from llmsched.engine.memory.remedies import MemoryDemand, config_for_demand, lon
 from llmsched.engine.memory.vllm_profile import VLLM_PROFILES
 from llmsched.engine.model.support import refusal
 
-KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom", "lora")
+KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom", "lora", "speculative")
 
 
 @with_engine_options(only=KNOBS)

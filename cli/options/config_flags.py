@@ -32,6 +32,8 @@ MEMORY_KNOBS = (
     "num_gpu_blocks_override",
     "expert_offload",
 )
+#: Knobs of speculative decoding, which cannot be simulated.
+DRAFT_KNOBS = ("speculative", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 #: Knobs whose flag accepts AUTO, which stands for None.
 _TAKES_AUTO = frozenset({"max_model_len"})
 

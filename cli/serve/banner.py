@@ -86,6 +86,8 @@ def start_rows(
         ("preemption", preemption),
         ("sampling", sampling),
     ]
+    if config.speculative != "off":
+        rows.append(("drafts", f"{config.speculative}, up to {config.num_speculative_tokens} tokens (speculative)"))
     if notation is not None:
         rows.append(("chats", notation.describe()))
     return rows

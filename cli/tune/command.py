@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
+from llmsched.cli.options.config_flags import DRAFT_KNOBS, EngineOptions, with_engine_options
 from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model, simulate_option
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.slo_flags import with_slo_options
@@ -36,7 +36,7 @@ _FIXED = frozenset({"headroom", "target_itl"})
 _MOST_TOKENS = EngineConfig.knob_rule("max_num_batched_tokens")["high"]
 
 
-@with_engine_options(exclude=("seed", "lora"))
+@with_engine_options(exclude=("seed", "lora", *DRAFT_KNOBS))
 @with_slo_options
 @with_load_options(num_prompts=32, input_len=128, output_len=32, max_concurrency=4)
 def tune(

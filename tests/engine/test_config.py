@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from llmsched.engine.config import BASELINE, EngineConfig, Policy, check_together
+from llmsched.engine.config import BASELINE, MAX_DRAFT_TOKENS, EngineConfig, Policy, check_together
 from llmsched.engine.errors import ConfigError
 
 
@@ -39,6 +39,7 @@ def test_without_a_fast_lane_its_limits_are_refused(name: str) -> None:
         ({"fast_lane_share": 0.0, "fast_lane_output": 8}, "fast_lane_output", "fast_lane_share 0.0"),
         ({"scheduling_policy": "static", "swap_space": 1 << 30}, "swap_space", "scheduling_policy static"),
         ({"scheduling_policy": "serial", "preemption_mode": "auto"}, "preemption_mode", "scheduling_policy serial"),
+        ({"speculative": "off", "num_speculative_tokens": 4}, "num_speculative_tokens", "speculative off"),
     ],
 )
 def test_a_setting_without_effect_is_refused(given: dict[str, Any], name: str, beside: str) -> None:
@@ -61,6 +62,17 @@ def test_policy_serial_needs_max_num_seqs_1() -> None:
     check_together({"scheduling_policy": "serial", "max_num_seqs": 1})
     with pytest.raises(ConfigError, match="max_num_seqs: 8 has no effect"):
         check_together({"scheduling_policy": "serial", "max_num_seqs": 8})
+
+
+def test_the_shortest_match_is_at_most_the_longest() -> None:
+    EngineConfig(prompt_lookup_min=3, prompt_lookup_max=3)
+    with pytest.raises(ConfigError, match="prompt_lookup_min: 6 is above prompt_lookup_max 5; raise that too"):
+        EngineConfig(prompt_lookup_min=6)
+
+
+def test_draft_tokens_count_in_the_memory_plan() -> None:
+    plain, drafting = EngineConfig(), EngineConfig(speculative="auto")
+    assert drafting.most_sampled_rows == plain.most_sampled_rows + MAX_DRAFT_TOKENS
 
 
 def test_baseline_values_are_allowed() -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import pytest
+from configs import resolved
 from engines import layout_of, make_engine, prompt, sampling
 from simulated_run import LinearCost
 
 from llmsched.engine.core import Engine
+from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.kv.swap import SwapSpace
@@ -111,3 +113,9 @@ def test_every_token_has_the_same_time_as_in_the_engine(
     assert [len(times[one.name]) for one in sent] == [one.max_tokens for one in sent]
     assert other.scheduler.counters.num_preemptions == engine.scheduler.counters.num_preemptions
     assert other.scheduler.counters.num_preemptions > 0 or blocks == 200
+
+
+def test_drafts_are_refused() -> None:
+    config = resolved(speculative="auto")
+    with pytest.raises(ConfigError, match="speculative: auto cannot be simulated"):
+        SimulatedEngine(config, make_kv(config, 10), COST)

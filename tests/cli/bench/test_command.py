@@ -205,6 +205,7 @@ def test_goodput_of_zero_is_shown_in_both_formats(command: CommandLine, tmp_path
         (("some-model", "--endpoint", "chat"), "--endpoint: only has an effect with the URL"),
         (("some-model", "--text-prompts", "--stop-at-eos"), "--text-prompts, --stop-at-eos: only has an effect"),
         (("some-model", "--api-key", "k"), "--api-key: only has an effect"),
+        (("some-model", "--num-speculative-tokens", "4"), "tokens: 4 has no effect with --speculative off"),
         (("--self-check", "--num-prompts", "5", "demo"), "leave out --num-prompts, target"),
         (("http://x", "--prompt-seed", str(1 << 32)), "--prompt-seed: 4294967296 is out of range; allowed is 0 to 42"),
         (("http://x", "--timeout", "0s"), "--timeout: 0 is out of range"),
