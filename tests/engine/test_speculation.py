@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 from alike import ENGINES, assert_same, facts, requests
-from engines import SMALL_POOL, Collector, assert_idle, generate, generate_all, make_engine, prompt, sampling
+from engines import SMALL_POOL, Choice, Collector, assert_idle, generate, generate_all, make_engine, prompt, sampling
 from tiny_models import VOCAB_SIZE
 
 from llmsched.engine.core import Engine
@@ -33,21 +33,28 @@ def accepted(engine: Engine) -> int:
     return stats.accepted_tokens
 
 
+@cache
+def without_drafts(name: str) -> tuple[list[tuple[list[int], SamplingParams]], list[list[Choice]]]:
+    """Return requests, and their outputs from an engine of ENGINES."""
+    wanted = [*requests(), *((LOOPS[i], likely(i, n=1 + i % 2, logprobs=i % 3)) for i in range(4))]
+    arch, settings = ENGINES[name]
+    return wanted, generate_all(make_engine(arch, **settings), *wanted)
+
+
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("name", sorted({*ENGINES} - {"static"}))
 def test_outputs_are_the_same(name: str, looks_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     arch, settings = ENGINES[name]
     if name == "steps in parts":
         monkeypatch.setattr(torch_executor, "LOGITS_BYTES", 4 * VOCAB_SIZE * 3)
-    wanted = [*requests(), *((LOOPS[i], likely(i, n=1 + i % 2, logprobs=i % 3)) for i in range(4))]
-    expected = generate_all(make_engine(arch, **settings), *wanted)
+    wanted, expected = without_drafts(name)
     engine = make_engine(arch, looks_ahead=looks_ahead, graphs=looks_ahead, **settings, **DRAFTS)
     assert_same(generate_all(engine, *wanted), expected)
     accepted(engine)
     assert (engine.stats().num_preemptions > 0) is (settings.get("num_blocks", 0) > 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_aborts_and_prefix_hits_change_no_other_output(seed: int) -> None:
     chance = random.Random(seed)
     params = [likely(index) for index in range(6)]
@@ -78,7 +85,7 @@ def test_aborts_and_prefix_hits_change_no_other_output(seed: int) -> None:
 def test_a_stop_string_drops_the_tokens_of_the_draft_after_it() -> None:
     free = generate(make_engine(), (LOOPS[0], likely(0)))[0]
     ends: set[int] = set()
-    for place in range(4, 36):
+    for place in range(4, 36, 4):
         stop = "".join(free.text[place : place + 2])
         params = likely(0, stop=(stop,), logprobs=1)
         expected = generate(make_engine(), (LOOPS[0], params))[0]
@@ -89,7 +96,7 @@ def test_a_stop_string_drops_the_tokens_of_the_draft_after_it() -> None:
         assert found.finish_reason is FinishReason.STOP
         assert engine.stats().generation_tokens == len(found.tokens)
         ends.add(len(found.tokens))
-    assert len(ends) > 3
+    assert len(ends) > 2
 
 
 def test_the_first_choice_does_not_depend_on_n() -> None:
@@ -123,15 +130,10 @@ def test_tokens_of_one_step_share_its_gap() -> None:
     assert sum(sizes) == 40
 
 
-def test_penalties_and_a_seed_that_is_not_given_are_served() -> None:
-    """Requests with penalties get no drafts; their neighbours do."""
+def test_requests_with_penalties_get_no_drafts_and_their_neighbours_do() -> None:
     wanted = [(LOOPS[0], likely(0, repetition_penalty=1.3)), (LOOPS[1], likely(1))]
     engine = make_engine(**DRAFTS)
-    found = generate_all(engine, *wanted)
-    assert_same(found, generate_all(make_engine(), *wanted))
-    drafted = [
-        entry for index in range(2) for entry in engine.explain(str(index))[0].entries if entry.what == "drafted"
-    ]
-    assert {entry.details["of"] for entry in drafted} == {engine.stats().draft_tokens} or len(drafted) > 1
-    assert not [entry for entry in engine.explain("0")[0].entries if entry.what == "drafted"]
-    assert replace(likely(0)) == likely(0)
+    assert_same(generate_all(engine, *wanted), generate_all(make_engine(), *wanted))
+    drafted = [[entry for entry in engine.explain(name)[0].entries if entry.what == "drafted"] for name in "01"]
+    assert not drafted[0]
+    assert drafted[1][-1].details == {"accepted": accepted(engine), "of": engine.stats().draft_tokens}
