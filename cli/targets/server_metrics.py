@@ -25,7 +25,8 @@ _KV_USE = ("kv_cache_used_bytes", "kv_cache_empty_bytes", "kv_cache_cached_bytes
 _DRAFTS = {key: f"spec_decode_num_{key}_total" for key in DRAFT_COUNTS}
 _LATE, _WAITED, _MISSES = "late_compilations_total", "request_wait_seconds_total", "prefix_cache_misses_total"
 
-_NAMES = "|".join((*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS, *_PARTS, *_KV_USE, _LATE, _WAITED, _MISSES, *_DRAFTS.values()))
+_COUNTS = (*_PREEMPTIONS, _LATE, _WAITED, _MISSES, *_DRAFTS.values())
+_NAMES = "|".join((*_RUNNING, *_WAITING, *_KV_USAGE, *_PARTS, *_KV_USE, *_COUNTS))
 _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 #: Ends of the names of metrics that only grow while the server runs.
 _GROWING = ("_total", "_bucket", "_count", "_sum")
