@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from command_line import CommandLine
-from fakes import Harness, make_request, tokens
+from fakes import Harness, make_request, repeating_token, tokens
 from scripted import ScriptedServer
 
 from llmsched.cli.serve.access import Access
@@ -245,8 +245,12 @@ def test_every_decision_of_the_scheduler_has_words() -> None:
     for i in range(2):
         peak.add(make_request(f"p{i}", tokens(48, seed=i), 150, arrival=float(i)))
     peak.run()
+    drafting = Harness(20, speculative="ngram")
+    drafting.executor.model = repeating_token
+    drafting.add(make_request("loop", tokens(7) * 3, 20))
+    drafting.run()
     noted: dict[str, set[str]] = {}
-    for harness in (thrash, classes, passing, peak):
+    for harness in (thrash, classes, passing, peak, drafting):
         ledger = harness.scheduler.ledger
         for name in ledger._ended:
             for entry in timeline_body(Timeline(0, 0.0, ledger.entries(name)))["entries"]:
