@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from engines import SMALL_POOL, SWAP, Collector, alone, assert_idle, make_engine, prompt, sampling
+from engines import SMALL_POOL, SWAP, Collector, alone, assert_idle, generate, make_engine, prompt, sampling
 
 from llmsched.engine.errors import DeadlineError
 from llmsched.engine.request import FinishReason
@@ -60,3 +60,15 @@ def test_a_deadline_that_the_first_token_misses_is_refused() -> None:
         engine.check_deadline([prompt(30)], 8, deadline=clock.now - 1)
     assert refused.value.retry_after >= 1
     assert not engine.has_work()
+
+
+def test_a_first_token_is_predicted_from_the_steps_so_far() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    generate(engine, *((prompt(20 + 40 * index, index), sampling(max_tokens=6)) for index in range(3)))
+    engine.check_deadline([prompt(200, 9)], 8, deadline=clock.now + 60)
+    with pytest.raises(DeadlineError, match="the first token is predicted in") as short:
+        engine.check_deadline([prompt(20, 9)], 8, deadline=clock.now)
+    with pytest.raises(DeadlineError, match="the first token is predicted in") as long:
+        engine.check_deadline([prompt(400, 9)] * 50, 8, deadline=clock.now)
+    assert long.value.retry_after > short.value.retry_after
