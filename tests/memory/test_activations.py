@@ -118,7 +118,8 @@ NARROW |= {"head_dim": 32, "vocab_size": 100, "num_hidden_layers": 2, "max_posit
 
 
 LATENT = {**NARROW, "kv_lora_rank": 64, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
-LATENT |= {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+LATENT |= {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 2, "head_dim": 16}
+LATENT |= {"moe_intermediate_size": 32, "num_experts_per_tok": 1}
 
 
 @pytest.mark.parametrize(
