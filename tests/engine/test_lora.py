@@ -145,6 +145,7 @@ def serve(engine: Engine, wanted: list[tuple[str | None, list[int]]], **fields: 
 ENGINES: dict[str, dict[str, Any]] = {
     "look-ahead and graphs": {"looks_ahead": True, "graphs": True},
     "graphs, chunks": {"graphs": True, "max_num_batched_tokens": 24},
+    "drafts": {"speculative": "ngram"},
     "preemption": SMALL_POOL | {"looks_ahead": True},
     "swap": SMALL_POOL | SWAP | {"num_blocks": 11},
 }

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -446,6 +447,19 @@ def test_products_compile_within_the_gpus_limits(name: str, arch: int, tmp_path:
         {"BIAS": True, "BLOCK": packed_products.SUM_BLOCK},
     )
     assert resources(sums, tmp_path)["STACK"] == 0
+
+
+def test_tiles_of_adapters_have_each_token_once_and_a_fixed_number() -> None:
+    """A graph is replayed over arrays of the same shapes, whichever adapters the rows have."""
+    generator = np.random.default_rng(0)
+    for tokens, num_adapters in itertools.product((1, 5, 32, 33, 64, 200), (1, 3, 40)):
+        for lowest in (-1, 0, num_adapters - 1):
+            adapters = generator.integers(lowest, num_adapters, tokens).astype(np.int32)
+            tiles, order = (array.numpy() for array in lora.prepare_lora(adapters, num_adapters, torch.from_numpy))
+            assert tiles.shape == (tokens // lora.BLOCK_T + min(tokens, num_adapters), 3)
+            found = [(adapter, order[start : start + count]) for adapter, start, count in tiles]
+            assert all(len(own) <= lora.BLOCK_T and (adapters[own] == adapter).all() for adapter, own in found)
+            assert sorted(np.concatenate([own for _, own in found])) == np.flatnonzero(adapters >= 0).tolist()
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
