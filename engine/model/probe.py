@@ -158,7 +158,10 @@ def recording_attention(
     check_keywords(module, keywords)
     if attention_mask is not None:
         window = int(attention_mask.flatten()[0]) if attention_mask.dtype == torch.int64 else UNKNOWN
-        given_window = sliding_window if sliding_window is not None and sliding_window <= TRIED_POSITIONS[-1] else FULL
+        longest = getattr(getattr(module, "config", None), "max_position_embeddings", None) or TRIED_POSITIONS[-1]
+        window = FULL if window >= longest else window  # it never limits what a token sees (Phi-3.5-MoE)
+        fits = sliding_window is not None and sliding_window <= min(TRIED_POSITIONS[-1], longest - 1)
+        given_window = sliding_window if fits else FULL
         if window == UNKNOWN:
             raise ModelError(
                 f"{name} has a mask that is neither causal nor a sliding window: the model cannot be served"

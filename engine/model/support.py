@@ -100,6 +100,15 @@ DECODERS = {
 }
 _RECURRENT = {"nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
 _INDEXED = {"deepseek_v32": "DeepseekV32ForCausalLM"}
+_TWICE, _OWN_MASK = "computes attention twice in a layer", "has a mask that is neither causal nor a sliding window"
+#: Classes that use transformers' attention interface, but that `probe` refuses.
+_UNLIKE = {
+    "BertGenerationDecoder": _OWN_MASK,
+    "DiffLlamaForCausalLM": _TWICE,
+    "DogeForCausalLM": _OWN_MASK,
+    "DoryForCausalLM": _TWICE,
+    "HrmTextForCausalLM": _TWICE,
+}
 #: Types that only code in the model's repository can load; serve never runs such code.
 _NOT_IN_TRANSFORMERS = frozenset({"nemotron-nas", "openelm"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -199,6 +208,8 @@ def _check_class(config: PretrainedConfig) -> str | None:
     model_class = getattr(transformers, name)
     if model_class._is_stateful:
         return _has_state(name)
+    if name in _UNLIKE:
+        return f"{name} {_UNLIKE[name]}, which is not supported; {SUPPORTED}"
     if not model_class._supports_attention_backend and name not in OWN_ATTENTION:
         return f"{name} implements attention itself, without transformers' attention interface; {SUPPORTED}"
     return None

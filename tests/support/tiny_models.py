@@ -225,6 +225,10 @@ RARE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
     "stablelm with norms": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "phimoe": (
+        "phimoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": MAX_POSITION, "attention_bias": True},
+    ),
     "gemma3n": (
         "gemma3n_text",
         {
@@ -255,6 +259,8 @@ RARE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED_ARCHITECTURES = {
     "bamba": "BambaForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "diffllama": "DiffLlamaForCausalLM",
+    "doge": "DogeForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "falcon_mamba": "FalconMambaForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",

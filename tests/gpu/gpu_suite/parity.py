@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from quantised_files import save_quantised
-from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer
+from tiny_models import MAX_POSITION, VOCAB_SIZE, build_model, build_tokenizer, save_tiny_model
 
 from gpu_suite.rows import CheckRow, failure
 from llmsched.engine.config import EngineConfig
-from llmsched.engine.model.loader import ModelInfo
+from llmsched.engine.model.loader import ModelInfo, open_model
 from llmsched.engine.parity.verification import LoadedModel, check_parity, load_for_parity
 from llmsched.engine.text.tokenizer import Tokenizer
 
@@ -44,9 +44,15 @@ ARCHITECTURES = (
     "smollm3",
     "phi",
     "stablelm",
+    "stablelm with norms",
+    "glm4",
+    "cohere2",
+    "hunyuan",
+    "nemotron",
+    "olmo2",
+    "gemma3n",
+    "gemma4",
 )
-
-
 #: Quantised formats whose products differ: types of codes, groups, offsets, tables and orders of columns.
 FORMATS = ("fp8 block", "awq", "gptq sym", "gptq order", "gptq int8 sym order", "bnb int8", "nf4 nested", "nvfp4")
 
@@ -78,6 +84,21 @@ def check_models(device: str, *, small: bool) -> Iterator[CheckRow]:
             yield compare(name, subject)
         except Exception as error:
             yield failure(name, error)
+
+    yield check_host_experts(device)
+
+
+def check_host_experts(device: str) -> CheckRow:
+    """Check a model whose experts in two layers stay in host memory."""
+    name = "qwen3_moe float32, experts in host memory"
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            path, where = save_tiny_model(Path(directory), "qwen3_moe", seed=3), torch.device(device).type
+            opened = open_model(EngineConfig(model=str(path), device=where, dtype="float32"))
+            model = opened.load(host_layers=(1, 2))
+        return compare(name, LoadedModel(model, opened.info, opened.tokenizer, device, torch.float32))
+    except Exception as error:
+        return failure(name, error)
 
 
 def compare(name: str, subject: LoadedModel) -> CheckRow:
