@@ -366,3 +366,18 @@ def test_a_bar_and_its_legend_are_made_of_letters(terminal: Terminal, width: int
 def test_a_bar_does_not_run_over(capsys: pytest.CaptureFixture[str]) -> None:
     stacked_bar([("weights", 500), ("KV", 10)], 100, width=10)
     assert capsys.readouterr().out.splitlines()[0] == "[WWWWWWWWWW] 100 B"
+
+
+def test_experts_in_host_memory_and_what_steps_copy(command: CommandLine) -> None:
+    model = str(CONFIGS / "Qwen--Qwen3-30B-A3B_config.json")
+    asked = ("kv-budget", model, "--gpu", "4090", "--expert-offload", "45GiB")
+    answer, layer = command(*asked, "--json").json, 128 * 3 * 2048 * 768 * 2
+    offload = answer["expert_offload"]
+    assert offload["layers"] == [*range(8, 48)]
+    assert (offload["host_bytes"], offload["device_bytes"]) == (40 * layer, layer)
+    assert answer["weights_bytes"] == command(*asked[:4], "--json").json["weights_bytes"] - 39 * layer
+    out = command(*asked).out
+    assert "of 40 layers (45.0 GiB) in host memory, 1.12 GiB on the GPU for copies" in out
+    assert "a decode of 1 sequence 2.81 GiB (94 ms)" in out
+    refused = command("kv-budget", model, "--device", "cpu", "--expert-offload", "45GiB")
+    assert (refused.code, "--expert-offload: is for GPUs" in refused.err) == (2, True)
