@@ -41,7 +41,10 @@ class Blueprint:
 
     def engine(self, **limits: Unpack[Limits]) -> SimulatedEngine:
         # A simulated machine is assumed to have the host memory that swap_space asks for.
-        swap = plan_swap(self.config.swap_space, self.plan.block_bytes, self.config.swap_space)
+        space, per_seq = self.config.swap_space, self.plan.state_bytes_per_seq
+        swap = plan_swap(
+            space, self.plan.block_bytes, space, state_bytes=per_seq, max_num_seqs=self.config.max_num_seqs
+        )
         kv = make_kv(self.config, self.plan.num_blocks, swap, self.plan.layout)
         per_block = self.swap_seconds(self.plan.block_bytes)
         engine = SimulatedEngine(self.config, kv, self.cost, per_swapped_block=per_block)

@@ -18,6 +18,7 @@ from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError, ModelError, is_out_of_memory, setting
 from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.states import num_state_slots
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
 from llmsched.engine.memory.activations import logits_limit
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
@@ -86,7 +87,8 @@ def build_engine(
     free = cpu_memory().free
     if plan.device.kind == "cpu":
         free -= plan.fixed_bytes + plan.kv_bytes
-    swap = plan_swap(config.swap_space, plan.block_bytes, free)
+    states: dict[str, Any] = {"state_bytes": plan.state_bytes_per_seq, "max_num_seqs": config.max_num_seqs}
+    swap = plan_swap(config.swap_space, plan.block_bytes, free, **states)
     # A thread that has run torch keeps its OpenMP workers until it ends. With more workers than cores, libgomp lets all
     # of them sleep between parallel regions, which costs a decode step of a small model as much again. And torch hands
     # the cuBLAS handle of a thread that has ended on to the next thread, here the engine's.
@@ -108,7 +110,9 @@ def engine_beside(engine: Engine, **knobs: Any) -> Engine:
     check_limits(engine.config, knobs)
     config = replace(engine.config, **{name: value for name, value in knobs.items() if name not in LIMITS or value})
     old = engine.scheduler.kv
-    kv = make_kv(config, old.pool.num_blocks, SwapSpace(old.swap.num_blocks, old.swap.block_bytes), old.layout)
+    swap = SwapSpace(old.swap.num_blocks, old.swap.block_bytes, old.swap.states.count)
+    num_states = None if old.states is None else old.states.pool.num_blocks
+    kv = make_kv(config, old.pool.num_blocks, swap, old.layout, num_states)
     return Engine(config, engine.model, engine.tokenizer, engine.executor, kv, plan=engine.plan)
 
 
@@ -148,6 +152,8 @@ def _load(
             kv_dtype=KV_TYPES[resolved.kv_cache_dtype],
             max_model_len=plan.max_model_len,
             num_host_blocks=0 if measures else swap.num_blocks,
+            num_states=num_state_slots(config.max_num_seqs, enable_prefix_caching=config.enable_prefix_caching),
+            num_host_states=0 if measures else swap.states.count,
             layout=plan.layout,
             model_impl=resolved.model_impl,
             adapters=Adapters.fit(model, adapters) if adapters else None,
@@ -161,7 +167,8 @@ def _load(
 
     def warm_up() -> tuple[MemoryPlan, MeasuredMemory]:
         peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len, progress)
-        measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak)
+        states = executor.state_bytes if plan.state_bytes else None
+        measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak, states=states)
         return _fit(executor, config, plan, measured, swap, progress) if measures else (plan, measured)
 
     with _within_memory(plan, "computing the largest steps", remedy):
@@ -191,6 +198,7 @@ def _fit(
     # What torch keeps after the warm-up, such as workspaces of libraries, was counted with the activations.
     activations = max(plan.activation_bytes, measured.activations or 0)
     kept = executor.reserved_bytes() - measured.weights - plan.adapter_bytes - executor.kv_cache_bytes
+    kept -= measured.states or 0
     activations -= min(max(0, kept), activations)
     progress("measuring memory", 1, 1)
     eager = config.enforce_eager or config.expert_offload > 0
@@ -214,7 +222,7 @@ def _fit(
             break
         measured = replace(measured, context=context + excess + plan.block_bytes)  # KV is rounded down to blocks
     with _within_memory(plan, "reserving host memory", f"lower {setting('swap_space')}"):
-        executor.reserve_host(swap.num_blocks)
+        executor.reserve_host(swap.num_blocks, swap.states.count)
     if graphs is not None:
         again = executor.capture(rows, fitted.max_model_len, progress)
         graphs = again and again._replace(num_bytes=max(graphs.num_bytes, again.num_bytes))

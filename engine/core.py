@@ -370,7 +370,7 @@ class PrefixAdmin:
 
     def reset(self) -> None:
         """Drop all cached KV that neither a running request nor a pin holds."""
-        self._kv.pool.drop_cached()
+        self._kv.prefix_cache.drop()
         self._engine.observe(self._engine.recorder.update)
 
     def pin(

@@ -14,6 +14,7 @@ from llmsched.engine.kv.prefix_tree import PrefixKey
 
 if TYPE_CHECKING:
     from llmsched.engine.grammar.compiler import Grammar, Matcher
+    from llmsched.engine.kv.states import SequenceState
     from llmsched.engine.kv.table import BlockTable, SwappedKV
 
 MAX_N = 128
@@ -189,6 +190,7 @@ class Request(Sequence):
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     block_table: BlockTable | None = None
+    state: SequenceState | None = None  # of recurrent layers, while the request runs
     swapped: SwappedKV | None = None  # KV in host memory, while the request waits
     encoded: bytes = b""  # token ids as bytes, while the request waits
 

@@ -78,7 +78,7 @@ class StatsRecorder:
         pool, swap, control = scheduler.kv.pool, scheduler.kv.swap, scheduler.admission.control
         metrics.set("num_requests_running", len(scheduler.running))
         metrics.set("num_requests_waiting", len(scheduler.waiting))
-        metrics.set("kv_cache_usage_perc", pool.num_used / pool.num_blocks)
+        metrics.set("kv_cache_usage_perc", pool.num_used / max(1, pool.num_blocks))
         metrics.set("kv_blocks_cached", pool.num_cached)
         metrics.set("kv_blocks_pinned", scheduler.kv.pins.num_blocks)
         metrics.set("kv_headroom_perc", control.headroom)

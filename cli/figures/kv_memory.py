@@ -107,7 +107,8 @@ def memory_usage(
     held = [sample.kv_held for sample in samples if sample.kv_held is not None]
     mean = sum(held) / len(held) if held else None
     if meter is not None and meter.steps:
-        return MemoryUsage(meter.steps, len(held), meter.peak / meter.total, mean, meter.waste, parts, meter.total)
+        share = meter.peak / max(1, meter.total)
+        return MemoryUsage(meter.steps, len(held), share, mean, meter.waste, parts, meter.total)
     if mean is None:
         return None
     wasted = [s.kv_empty / s.kv_held for s in samples if s.kv_held and s.kv_empty is not None]

@@ -84,9 +84,11 @@ class BudgetAnalysis:
         yield from plan.notes
         yield from self._notes_on_layers()
         if plan.state_bytes:
+            others = plan.state_bytes // plan.state_bytes_per_seq - plan.max_num_seqs_limit
             yield (
                 f"recurrent state of {human_bytes(plan.state_bytes_per_seq)} per sequence is reserved for "
-                f"{plan.max_num_seqs_limit} sequences ({setting('max_num_seqs')})"
+                f"{plan.max_num_seqs_limit} sequences ({setting('max_num_seqs')}), and {others} times for prefixes and "
+                "padding"
             )
         if self.config.dtype == "auto" and not self.device.computes_bf16:
             yield f"dtype auto is {self.dtype}: {self.device.name} does not compute in bfloat16"

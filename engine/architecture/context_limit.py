@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from llmsched.engine.architecture.config_fields import Fields
 from llmsched.engine.errors import ModelError
 
+#: Longest context of a model whose memory does not grow with the context and that states no limit.
+UNLIMITED_LENGTH = 1 << 20
 #: Types of rotary embeddings, in rope_scaling or rope_parameters.
 ROPE_TYPES = frozenset(
     {"default", "linear", "dynamic", "ntk", "yarn", "deepseek_yarn", "longrope", "su", "llama3", "mrope"}

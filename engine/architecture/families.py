@@ -158,7 +158,6 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron_h": _family(
         FamilyTraits(gated_mlp=False, norms=1, experts="moe_intermediate_size"),
         f"{_WIDE} {_MAMBA} moe_shared_expert_intermediate_size",
-        mamba_ssm_cache_dtype="float32",
     ),
     "phi": _family(replace(_GPT, norms=1, head_bias=True), _GROUPED),
     "starcoder2": _family(

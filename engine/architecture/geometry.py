@@ -58,7 +58,7 @@ _CACHES = re.compile(
 #: Names of settings that change only weights.
 _NOT_CACHED = re.compile(
     r"^quantization_config$|expert|moe|mlp|ffn|vocab|sparse_step|first_k|q_lora_rank|bidirectional|^num_attention_heads|intermediate|dt_rank|mamba_d_ssm|^block_(auto|multiple|ffn|mlp|dim|ff|norm|use|out)|_bias$|expand|gate|"
-    r"^share_input|mamba_(proj|hidden|act)|time_step|dense_layers|^hidden_(size|act)"
+    r"^share_input|mamba_(proj|hidden|act|ssm_dtype|ssm_cache_dtype)|time_step|dense_layers|^hidden_(size|act)"
 )
 #: Settings that change nothing if layers cache latent vectors (MLA), or if the config lists its layers.
 _NOT_IN_MLA = frozenset({"num_key_value_heads", "head_dim", "qk_head_dim", "index_n_heads", "index_topk"})

@@ -1,4 +1,7 @@
-"""Sizes of recurrent layers, and of the state that such a layer keeps for each sequence."""
+"""Sizes of recurrent layers, and of the state that such a layer keeps for each sequence.
+
+A layer keeps the last inputs of its convolution in the model's type, and the state of its scan in float32.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ class RecurrentSizes(NamedTuple):
     channels: int  # of a short convolution
     kernel: int  # of the convolution; the layer keeps the last `kernel` - 1 inputs
     heads: int = 0
-    float32: bool = False  # True if the state is always float32
 
 
 def recurrent_sizes(fields: Fields) -> RecurrentSizes | None:
@@ -24,7 +26,7 @@ def recurrent_sizes(fields: Fields) -> RecurrentSizes | None:
     if heads := get("linear_num_value_heads"):  # gated delta net: a matrix of key_dim x value_dim per value head
         key_dim, width = get("linear_key_head_dim"), heads * get("linear_value_head_dim")
         channels = 2 * get("linear_num_key_heads") * key_dim + width  # the convolution is over q, k and v
-        return RecurrentSizes(width, key_dim, channels, get("linear_conv_kernel_dim"), heads, float32=True)
+        return RecurrentSizes(width, key_dim, channels, get("linear_conv_kernel_dim"), heads)
     if heads := get("mamba_num_heads", "mamba_n_heads"):  # Mamba-2: a matrix of head_dim x state_size per head
         width, state = heads * get("mamba_head_dim", "mamba_d_head"), get("ssm_state_size", "mamba_d_state")
         channels = width + 2 * get("n_groups", "mamba_n_groups") * state  # the convolution is over x, B and C
@@ -35,7 +37,7 @@ def recurrent_sizes(fields: Fields) -> RecurrentSizes | None:
     if kernel := get("conv_L_cache"):  # short convolution alone (LFM2)
         return RecurrentSizes(0, 0, get("hidden_size"), kernel)
     if width := get("lru_width"):  # RecurrentGemma: one number per channel
-        return RecurrentSizes(width, 1, width, get("conv1d_width", default=4), float32=True)
+        return RecurrentSizes(width, 1, width, get("conv1d_width", default=4))
     return None
 
 
@@ -44,8 +46,6 @@ def state_bytes(fields: Fields, dtype_bytes: int) -> int | None:
 
     `dtype_bytes` is the bytes of one number in the model's type.
     """
-    named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(fields.get("mamba_ssm_dtype", "mamba_ssm_cache_dtype")))
     if (sizes := recurrent_sizes(fields)) is None:
         return None
-    number = named or (_FLOAT32 if sizes.float32 else dtype_bytes)
-    return int(sizes.width * sizes.state * number + (sizes.kernel - 1) * sizes.channels * dtype_bytes)
+    return int(sizes.width * sizes.state * _FLOAT32 + (sizes.kernel - 1) * sizes.channels * dtype_bytes)

@@ -68,7 +68,6 @@ def standardise(stated: Mapping[str, Any]) -> dict[str, Any]:
     if (renamed := _PURE_STATE.get(str(values.get("model_type")))) and "layer_types" not in values:
         values = {renamed.get(name, name): value for name, value in values.items()}
         values["layer_types"] = ["mamba"] * int(values.get("num_hidden_layers", 0))
-        values.setdefault("mamba_ssm_cache_dtype", "float32")
     return values
 
 

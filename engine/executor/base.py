@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from llmsched.engine.kv.states import RowState, StateMoves
 from llmsched.engine.request import Sequence, TokenLogprob
 
 
@@ -25,6 +26,7 @@ class ScheduledRow(NamedTuple):
     sample: bool  # True if the row ends the sequence, and a token is sampled from its last logits
     #: Guesses of the tokens after `token_ids`. Tokens are also sampled after each of them.
     draft: tuple[int, ...] = ()
+    state: RowState | None = None  # None: the model has no recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class StepPlan:
     """Plan of one forward pass over a batch of prefill chunks and decodes, with at most one row per sequence.
 
     Before the pass, the executor copies the blocks in `swap_out`, then in `copies`, then in `swap_in`. Within each
-    list, no block is written twice, and no block is read after it was written.
+    list, no block is written twice, and no block is read after it was written. Then it makes `state_moves`.
     """
 
     rows: ListLike[ScheduledRow]
@@ -41,10 +43,16 @@ class StepPlan:
     swap_out: ListLike[tuple[int, int]] = ()  # (block, host block)
     swap_in: ListLike[tuple[int, int]] = ()  # (host block, block)
     num_draft_tokens: int = 0  # of all rows together
+    state_moves: StateMoves = StateMoves()  # of recurrent states
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    def changed_states(self) -> Iterator[int]:
+        """Yield the slots of all recurrent states that the step replaces."""
+        yield from (row.state.slot for row in self.rows if row.state is not None)
+        yield from (slot for _, slot in (*self.state_moves.copies, *self.state_moves.swap_in))
 
 
 @dataclass(slots=True)

@@ -10,10 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.executor.base import ScheduledRow
+from llmsched.engine.kv.states import StatePiece
 from llmsched.engine.request import NO_ADAPTER
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStates:
+    """Recurrent states of the rows of a PackedBatch."""
+
+    single: Int64  # tokens that are their rows' only ones, padding included
+    single_slots: Int64  # slots of their rows' states; -1 for padding
+    pieces: list[StatePiece]  # tokens of all other rows, in order
+    fresh: list[int]  # slots of sequences that begin
+    copies: list[tuple[int, int]]  # (source, destination), after the pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +43,7 @@ class PackedBatch:
     pending_rows: list[int]  # rows that end with a pending token
     prompt_counts: list[int]  # per row, how many of its first tokens predict prompt tokens
     adapters: Int32 | None  # [T], adapter of each token, -1 for none; None if no row has an adapter
+    states: PackedStates | None = None  # None: the model has no recurrent layers
 
 
 def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None) -> PackedBatch:
@@ -79,6 +92,7 @@ def pack(rows: ListLike[ScheduledRow], block_size: int, size: int | None = None)
         pending_rows=pending_rows,
         prompt_counts=prompt_counts,
         adapters=_adapters(rows, owner, padding),
+        states=None if rows[0].state is None else pack_states(rows, size),
     )
 
 
@@ -88,6 +102,37 @@ def _adapters(rows: ListLike[ScheduledRow], owner: Int64, padding: int) -> Int32
     if max(adapters) == NO_ADAPTER:
         return None
     return np.pad(np.array(adapters, dtype=np.int32)[owner], (0, padding), constant_values=NO_ADAPTER)
+
+
+def pack_states(rows: ListLike[ScheduledRow], size: int | None = None) -> PackedStates:
+    """Pack the recurrent states of rows. `size` is as in `pack(...)`."""
+    single: list[int] = []
+    slots: list[int] = []
+    pieces: list[StatePiece] = []
+    fresh: list[int] = []
+    copies: list[tuple[int, int]] = []
+    first = 0
+    for row in rows:
+        assert row.state is not None
+        slot, saves = row.state
+        end = row.start + row.num_tokens
+        if row.start == 0:
+            fresh.append(slot)
+        if row.num_tokens == 1:
+            single.append(first)
+            slots.append(slot)
+        else:
+            start, source = row.start, slot
+            inner = [(at, place) for at, place in saves if row.start < at < end]
+            for at, place in [*inner, (end, slot)]:
+                places = (first + start - row.start, first + at - row.start)
+                pieces.append(StatePiece(*places, source, place, begins=start == 0))
+                start, source = at, place
+        copies += [(slot, place) for at, place in saves if at == end]
+        first += row.num_tokens
+    padding = 0 if size is None else size - len(rows)
+    single += range(first, first + padding)
+    return PackedStates(np.array(single, np.int64), np.array(slots + [-1] * padding, np.int64), pieces, fresh, copies)
 
 
 def num_prompt_predictions(row: ScheduledRow) -> int:

@@ -36,7 +36,7 @@ def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
     """Return the shape of a step. `window` is the model's sliding window in tokens; None: no sliding window."""
     tokens = decodes = sampled = decode_kv = prefill_kv = pairs = 0
     window_decode_kv = window_prefill_kv = window_pairs = 0
-    for _, start, count, _, sample, _ in plan.rows:
+    for _, start, count, _, sample, _, _ in plan.rows:
         end = start + count
         sampled += sample
         if count == 1:

@@ -1,4 +1,4 @@
-"""Swap of KV blocks to and from host memory."""
+"""Swap of KV blocks and recurrent states to and from host memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from llmsched.engine.executor.buffers import to_device
 from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.model.paged import KVCache
+from llmsched.engine.model.recurrent_layers import StateTensors
 
 #: Largest number of blocks that are gathered at a time. It limits the memory of the gathered copy.
 MAX_GATHERED = 64
@@ -22,12 +23,12 @@ Pairs = ListLike[tuple[int, int]]
 
 
 class HostBlocks:
-    """Blocks in host memory, to which KV blocks can be swapped."""
+    """Blocks in host memory, to which KV blocks can be swapped. The slots of a StateTensors are swapped like blocks."""
 
     # On a GPU, the host memory is page-locked and copies run on a separate stream. Copies start after all work that is
     # already queued on the compute stream, and work that is queued there later waits for the copies.
 
-    def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, cache: KVCache | StateTensors, num_blocks: int, device: torch.device) -> None:
         self._device = device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]

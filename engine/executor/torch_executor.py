@@ -31,11 +31,13 @@ from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.states import RowState, StateMoves
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.kv_scales import ScaleName, kv_scales
 from llmsched.engine.model.paged import KVCache, PagedContext
+from llmsched.engine.model.recurrent_layers import StateTensors, StepStates
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import SamplingParams, Sequence
@@ -70,6 +72,8 @@ class TorchExecutor(Executor):
         kv_dtype: torch.dtype,
         max_model_len: int | None = None,
         num_host_blocks: int = 0,
+        num_states: int = 0,
+        num_host_states: int = 0,
         layout: KVLayout | None = None,
         model_impl: ModelImplementation = "auto",
         adapters: Adapters | None = None,
@@ -98,7 +102,9 @@ class TorchExecutor(Executor):
         #: Number of logits per token. Only ids below it can be sampled or biased.
         self.vocab_size = self._model.vocab_size
         self.reserve(num_blocks)
-        self.reserve_host(num_host_blocks)
+        #: Recurrent states of all sequences, in `num_states` slots.
+        self._states = self._reserve_states(num_states)
+        self.reserve_host(num_host_blocks, num_host_states)
         self._logits_at_once = max(1, logits_bytes // (4 * self._model.vocab_size))
         self._sampler = Sampler(self._logits_at_once)
         self._sampled = SampledTokens()
@@ -110,6 +116,7 @@ class TorchExecutor(Executor):
         self.used_bytes()  # waits for all work, also for weights that are still being loaded on the default stream
         self._graphs: DecodeGraphs | None = None
         self._host: HostBlocks | None = None
+        self._host_states: HostBlocks | None = None
         self._cache = KVCache([], [], [])
         self.used_bytes()  # returns their memory
         with self._on_stream():
@@ -119,11 +126,24 @@ class TorchExecutor(Executor):
         self.num_blocks = num_blocks
         self.kv_cache_bytes = self._cache.num_bytes
 
-    def reserve_host(self, num_host_blocks: int) -> None:
-        """Reserve blocks in host memory, to which KV blocks can be swapped."""
-        if num_host_blocks:
-            with self._on_stream():
+    def _reserve_states(self, num_states: int) -> StateTensors | None:
+        if not self._model.states:
+            return None
+        with self._on_stream():
+            return StateTensors(self._model.states, num_states, self.device)
+
+    def reserve_host(self, num_host_blocks: int, num_host_states: int = 0) -> None:
+        """Reserve host memory, to which KV blocks and recurrent states can be swapped."""
+        with self._on_stream():
+            if num_host_blocks:
                 self._host = HostBlocks(self._cache, num_host_blocks, self.device)
+            if num_host_states and self._states is not None:
+                self._host_states = HostBlocks(self._states, num_host_states, self.device)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states."""
+        return 0 if self._states is None else self._states.num_bytes
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # On a CPU, torch.cuda.stream(None) would initialise CUDA if the machine has a GPU.
@@ -132,8 +152,9 @@ class TorchExecutor(Executor):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self._sampler.forget(plan.finished)
         previous, self._sampled = self._sampled, SampledTokens()
-        if self._host is not None:
-            self._host.take_times()  # drop the times of a step that failed
+        hosts = [host for host in (self._host, self._host_states) if host is not None]
+        for host in hosts:
+            host.take_times()  # drop the times of a step that failed
         with torch.inference_mode(), self._on_stream():
             stopwatch = Stopwatch(self.device)
             # Copy KV blocks in the order that StepPlan states.
@@ -146,13 +167,14 @@ class TorchExecutor(Executor):
             if plan.swap_in:
                 assert self._host is not None
                 self._host.swap_in(plan.swap_in)
+            self._move_states(plan.state_moves)
             parts = [
                 self._launch_part(self._pack_part(part, previous), previous, self._sampled)
                 for part in split(plan.rows, self._logits_at_once)
             ]
             stopwatch.stop()
         self.mask_seconds = self._sampler.mask_seconds
-        copies = [] if self._host is None else self._host.take_times()
+        copies = [stopwatch for host in hosts for stopwatch in host.take_times()]
         return LaunchedStep(len(plan.rows), parts, stopwatch, copies)
 
     def collect(self, pending: LaunchedStep) -> StepResult:
@@ -170,15 +192,15 @@ class TorchExecutor(Executor):
     def logits(self, rows: ListLike[ScheduledRow]) -> torch.Tensor:
         """Compute rows without sampling. Return the logits [T, vocab_size] of all their tokens."""
         with torch.inference_mode(), self._on_stream():
-            _, inputs = self._pack(rows, every_token=True)
+            batch, inputs = self._pack(rows, every_token=True)
             self._buffers.upload()
-            logits = self._forward(inputs)
+            logits = self._forward(batch, inputs)
         if self._stream is not None:
             self._stream.synchronize()
         return logits
 
     def close(self) -> None:
-        del self._graphs, self._model, self._cache, self._host, self._buffers
+        del self._graphs, self._model, self._cache, self._host, self._states, self._host_states, self._buffers
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -214,8 +236,14 @@ class TorchExecutor(Executor):
         lora = []
         if batch.adapters is not None:
             lora.append(prepare_lora(batch.adapters, self._num_adapters, self.device, buffers.put))
+        states = None
+        if self._states is not None and batch.states is not None:
+            own = buffers.put(batch.states.single_slots)
+            single = None if len(own) == len(batch.input_ids) else buffers.put(batch.states.single)
+            states = StepStates(self._states, single, own, batch.states.pieces)
         fixed_bytes = buffers.num_used if buffers.fits else None
-        context = PagedContext(self._cache, slots, buffers.put(batch.block_tables), *lengths, works, lora)
+        tables = buffers.put(batch.block_tables)
+        context = PagedContext(self._cache, slots, tables, *lengths, works, lora, states)
         # A step of decodes alone needs the logits of every token, in order, so no selection is needed.
         every_token |= size is not None or len(batch.sampling_rows) == len(batch.input_ids)
         logit_rows = None if every_token else buffers.put(batch.logit_rows)
@@ -227,7 +255,7 @@ class TorchExecutor(Executor):
         if packed.pending is not None:
             ends, places = packed.pending
             packed.inputs.input_ids.index_copy_(0, ends, previous.ids()[places])
-        logits = self._forward(packed.inputs)
+        logits = self._forward(batch, packed.inputs)
         if self.on_logits is not None and sampling:
             self.on_logits(sampling, logits[: len(sampling)])
         sampled = None
@@ -245,10 +273,31 @@ class TorchExecutor(Executor):
             prompt_logprobs = enqueue_logprobs(logits[len(sampling) :], token_ids, wanted, self._logits_at_once)
         return LaunchedPart(packed.indices, batch.sampling_rows, sampled, batch.prompt_counts, prompt_logprobs)
 
-    def _forward(self, inputs: ModelInputs) -> torch.Tensor:
+    def _forward(self, batch: PackedBatch, inputs: ModelInputs) -> torch.Tensor:
+        states = batch.states
+        if states is not None and states.fresh and self._states is not None:
+            self._states.clear(to_device(np.array(states.fresh, np.int64), self.device))
         if inputs.use_graph and self._graphs is not None:
-            return self._graphs.run(inputs)
-        return self._model.forward(inputs.input_ids, inputs.positions, inputs.context, inputs.logit_rows)
+            logits = self._graphs.run(inputs)
+        else:
+            logits = self._model.forward(inputs.input_ids, inputs.positions, inputs.context, inputs.logit_rows)
+        if states is not None:
+            self._copy_states(states.copies)
+        return logits
+
+    def _copy_states(self, pairs: ListLike[tuple[int, int]]) -> None:
+        if pairs and self._states is not None:
+            slots = to_device(np.array(pairs, np.int64), self.device)
+            self._states.copy(slots[:, 0], slots[:, 1])
+
+    def _move_states(self, moves: StateMoves) -> None:
+        if moves.swap_out:
+            assert self._host_states is not None
+            self._host_states.swap_out(moves.swap_out)
+        self._copy_states(moves.copies)
+        if moves.swap_in:
+            assert self._host_states is not None
+            self._host_states.swap_in(moves.swap_in)
 
     def warmup(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent
@@ -361,6 +410,7 @@ class TorchExecutor(Executor):
         ids = [(row * 7919 + position * 104729) % self.vocab_size for position in range(end)]
         sequence = Sequence(str(row), ids, end, sampling, seed=row, stop_ids=frozenset())
         width = -(-end // self.block_size)
-        blocks = (np.arange(width, dtype=np.int32) + row * width) % self.num_blocks
+        blocks = (np.arange(width, dtype=np.int32) + row * width) % max(1, self.num_blocks)
         table = np.tile(blocks, (self.layout.num_groups, 1))
-        return ScheduledRow(sequence, start, num_tokens, table, sample=True)
+        state = None if self._states is None else RowState(row % self._states.num_slots)
+        return ScheduledRow(sequence, start, num_tokens, table, sample=True, state=state)

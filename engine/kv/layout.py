@@ -34,6 +34,7 @@ class KVLayout:
     full_groups: int = 1
     window_groups: int = 0
     window: int = 0
+    recurrent: bool = False  # True if sequences have recurrent state besides, which is not in blocks
 
     @property
     def num_groups(self) -> int:
@@ -65,9 +66,11 @@ class KVLayout:
     def longest(self, num_blocks: int) -> int:
         """Return the length in tokens of the longest sequence that fits in `num_blocks` blocks.
 
-        Returns sys.maxsize if every length fits: if there are only sliding-window groups, and the blocks hold a window
-        in each of them.
+        Returns sys.maxsize if every length fits: if there are no groups, or only sliding-window groups and the blocks
+        hold a window in each of them.
         """
+        if not self.num_groups:
+            return sys.maxsize
         window = self.num_behind + 1
         width = num_blocks // self.num_groups
         if self.window_groups and width >= window:
@@ -92,11 +95,13 @@ def group_layers(geometry: Geometry, block_size: int, longest: int | None) -> La
     caching = tuple(group for group in geometry.groups if group.kind != "state")
     full = [group for group in caching if group.kind != "window"]
     windowed = [group for group in caching if group.kind == "window"]
-    one = KVLayout(block_size)
+    one = KVLayout(block_size, full_groups=1 if caching else 0, recurrent=len(caching) < len(geometry.groups))
     if not windowed:
         return LayerGrouping(one, caching)
     if not full and longest is None:
         return LayerGrouping(one, caching, "the context length is not known")
+    if one.recurrent:
+        return LayerGrouping(one, caching, "the model has recurrent layers")
     if len({(group.kv_heads, *group.kv_widths) for group in caching}) > 1:
         return LayerGrouping(one, caching, "the KV of the model's layers differs in shape")
     sizes = sum(group.layers for group in full), sum(group.layers for group in windowed)

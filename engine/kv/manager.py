@@ -11,6 +11,7 @@ from llmsched.engine.kv.pins import Pins, most_pinned_blocks
 from llmsched.engine.kv.pool import BlockPool, KVUsage
 from llmsched.engine.kv.prefix_cache import PrefixCache
 from llmsched.engine.kv.prefix_tree import PrefixHit
+from llmsched.engine.kv.states import RowState, StateMoves, num_saved_blocks, num_state_slots
 from llmsched.engine.kv.swap import BlockCopies, SwapSpace
 from llmsched.engine.kv.table import BlockTable
 from llmsched.engine.request import Request
@@ -59,7 +60,8 @@ class KVManager:
 
     Between two steps, a request holds blocks for all its tokens in each full-attention group. In each sliding-window
     group, it holds the blocks that KVLayout describes. During a step, sliding-window groups also need room for the
-    tokens that the step computes (see `reach(...)`).
+    tokens that the step computes (see `reach(...)`). If the model has recurrent layers, a running request also holds
+    a slot for its state, of `num_states` slots; at most `max_running` requests may run at the same time.
     """
 
     def __init__(
@@ -70,13 +72,19 @@ class KVManager:
         enable_prefix_caching: bool = True,
         max_pinned_blocks: int = 0,
         swap: SwapSpace | None = None,
+        num_states: int = 0,
+        max_pinned_states: int = 0,
+        max_running: int = 0,
     ) -> None:
         self.layout = layout
         self.block_size = layout.block_size
         self.swap = swap or SwapSpace()
-        self.prefix_cache = PrefixCache(layout, num_blocks, enable_prefix_caching)
-        self.pool = self.prefix_cache.pool
-        self.pins = Pins(layout, self.pool, self.prefix_cache.tree, max_pinned_blocks if enable_prefix_caching else 0)
+        self.prefix_cache = PrefixCache(layout, num_blocks, enable_prefix_caching, num_states, max_running)
+        self.pool, self.states = self.prefix_cache.pool, self.prefix_cache.states
+        tree, caches = self.prefix_cache.tree, enable_prefix_caching
+        self.pins = Pins(
+            layout, self.pool, tree, max_pinned_blocks if caches else 0, self.states, max_pinned_states if caches else 0
+        )
         self.copies = BlockCopies(self.swap)
         self.static_batch = StaticBatchBlocks(self.pool)
 
@@ -101,7 +109,7 @@ class KVManager:
         return request.swapped.window_start if hit.from_host and request.swapped is not None else hit.window_start
 
     def admit(self, request: Request, hit: PrefixHit) -> int:
-        """Give a request blocks for all its tokens. Return how many blocks of KV are copied back from host memory."""
+        """Give a request blocks for all its tokens. Return the number of blocks and states copied from host memory."""
         window_start = self._window_start(request, hit)
         swapped = request.swapped if hit.from_host else None
         if swapped is None:
@@ -117,12 +125,26 @@ class KVManager:
         request.block_table = table
         request.encoded = b""
         self.grow(request)
+        self._open_state(request, hit)
         num_restored = 0 if swapped is None else self.swap.restore(request, len(hit.nodes))
         if source is not None:
             self.copies.note(source, table, len(hit.nodes))
         if self.prefix_cache.enabled:
             self.prefix_cache.in_flight.add(request)
         return num_restored
+
+    def _open_state(self, request: Request, hit: PrefixHit) -> None:
+        if self.states is None:
+            return
+        source = None if hit.node is None or hit.from_host else hit.node.state
+        # A snapshot is kept where the prompt ends, and where it parts from cached prompts. The same prompt cannot reuse
+        # its last token; a prompt without output, such as that of a pin, is to be reused by longer ones.
+        reused = request.num_tokens - (request.sampling.max_tokens > 0)
+        end = reused // self.block_size * self.block_size
+        parting = min(end, hit.num_alike // self.block_size * self.block_size)
+        self.states.open(request, source, {at for at in (end, parting) if at > request.num_computed_tokens})
+        assert request.state is not None
+        self.swap.states.overwrite(request.state.slot)
 
     # -- blocks of a running request --------------------------------------------------------------------------
 
@@ -189,7 +211,12 @@ class KVManager:
             return
         num_whole = request.num_computed_tokens // self.block_size
         if table.is_findable:
-            self.prefix_cache.insert(request, num_whole)
+            findable = num_whole
+            if self.states is not None and not self.layout.num_groups:  # nodes without blocks or states are useless
+                findable = self.states.num_saved_tokens(request) // self.block_size
+            self.prefix_cache.insert(request, findable)
+            if self.states is not None:
+                self.states.commit(request)
             if self.pins.num_waiting:
                 self.pins.advance()
         if self.layout.window_groups:
@@ -203,8 +230,21 @@ class KVManager:
         if self.prefix_cache.enabled:
             self.prefix_cache.in_flight.remove(request)
         self.pool.release(request.table.held_blocks())
+        if self.states is not None:
+            self.states.close(request)
         request.block_table = None
         request.num_computed_tokens = 0
+
+    def row_state(self, request: Request, num_tokens: int) -> RowState | None:
+        """Return the recurrent state of a row with the next `num_tokens` tokens, or None if the model has none."""
+        if self.states is None:
+            return None
+        start = request.num_computed_tokens
+        return self.states.row(request, start, start + num_tokens, save=request.table.is_findable)
+
+    def take_state_moves(self) -> StateMoves:
+        """Return the copies of recurrent states scheduled since the last call."""
+        return StateMoves() if self.states is None else StateMoves(self.states.take_copies(), *self.swap.states.take())
 
     # -- preemption -------------------------------------------------------------------------------------------
 
@@ -216,10 +256,10 @@ class KVManager:
         """
         if not self.prefix_cache.serves(request):
             return 0
-        findable = request.table.num_findable
+        findable = request.table.num_findable if self.states is None else num_saved_blocks(request.table)
         if demand is not None and demand <= self.pool.num_available:
             return findable
-        if self.layout.window_groups:
+        if self.layout.window_groups or self.states is not None:
             return 0
         full = self.layout.full_groups
         kept = 0 if demand is None else findable - -(-(demand - self.pool.num_available) // full)
@@ -232,11 +272,16 @@ class KVManager:
         """
         return len(request.table.blocks_with_kv(self._num_held_by_others(request), request.num_computed_tokens))
 
+    def may_swap(self, request: Request, num_blocks: int) -> bool:
+        """Return True if the request has KV or recurrent state to swap out, and there is room for it."""
+        holds = num_blocks > 0 or (request.state is not None and request.num_computed_tokens > 0)
+        return holds and self.swap.has_room(request, num_blocks)
+
     def swap_out(self, request: Request) -> None:
         """Schedule copies of a preempted request's KV to host memory, and release all blocks of the request.
 
-        The caller must check that `num_swapped(request)` host blocks are free, and that a step has computed tokens of
-        the request since its admission.
+        The caller must check that swap space for `num_swapped(request)` blocks and the recurrent state is free, and
+        that a step has computed tokens of the request since its admission.
         """
         assert request.num_computed_tokens > request.table.num_initial, "the request has not been in a step yet"
         self.swap.save(request, self._num_held_by_others(request))
@@ -276,6 +321,8 @@ class KVManager:
         for request in holders:
             held.update(request.table.held_blocks())
         self.pool.check_integrity(held)
+        if self.states is not None:
+            self.states.check_integrity(holders, self.pins.held_states())
         if self.prefix_cache.enabled:
             assert set(holders) == set(self.prefix_cache.in_flight.requests()), "in_flight is out of date"
         self.swap.check_integrity(swapped)
@@ -283,9 +330,16 @@ class KVManager:
 
 
 def make_kv(
-    config: ResolvedConfig, num_blocks: int, swap: SwapSpace | None = None, layout: KVLayout | None = None
+    config: ResolvedConfig,
+    num_blocks: int,
+    swap: SwapSpace | None = None,
+    layout: KVLayout | None = None,
+    num_states: int | None = None,
 ) -> KVManager:
+    """Return the manager of `num_blocks` blocks and of `num_states` recurrent states (None: as many as planned)."""
     layout = layout or KVLayout(config.block_size)
+    if num_states is None:
+        num_states = num_state_slots(config.max_num_seqs, enable_prefix_caching=config.enable_prefix_caching)
     pinned = most_pinned_blocks(num_blocks, config.max_pinned_share, layout.num_blocks(config.max_model_len))
     return KVManager(
         num_blocks,
@@ -293,4 +347,7 @@ def make_kv(
         enable_prefix_caching=config.enable_prefix_caching,
         max_pinned_blocks=pinned,
         swap=swap,
+        num_states=num_states,
+        max_pinned_states=min(int(config.max_pinned_share * num_states), num_states - config.max_num_seqs),
+        max_running=config.max_num_seqs,
     )

@@ -27,6 +27,7 @@ class MissKind(StrEnum):
     TOO_SHORT = "shorter than a block"
     COMPUTING = "still being computed"
     EVICTED = "evicted"
+    UNSAVED = "no recurrent state is saved there"
     #: For the operator only, because it reveals what another tenant has sent.
     OTHER_SALT = "cached under another salt or for another adapter"
     DIVERGED = "diverged"
@@ -44,7 +45,8 @@ class Miss(NamedTuple):
 class Misses:
     """Counter of misses by reason, with a detector of prompts that differ at one early token."""
 
-    def __init__(self, prefixes: PrefixTree) -> None:
+    def __init__(self, prefixes: PrefixTree, *, recurrent: bool = False) -> None:
+        self._recurrent = recurrent
         self.counts: Counter[MissKind] = Counter()
         self.watch = PromptWatch()
         self._prefixes = prefixes
@@ -81,8 +83,8 @@ class Misses:
             return Miss(MissKind.HIT, hit.num_tokens)
         if num_coming > 0:
             return Miss(MissKind.COMPUTING, hit.num_tokens)
-        if hit.num_alike >= start + size:  # the tokens are in the tree, but their sliding-window blocks are evicted
-            return Miss(MissKind.EVICTED, hit.num_tokens)
+        if hit.num_alike >= start + size:  # the tree has the tokens, but no recurrent state or sliding-window blocks
+            return Miss(MissKind.UNSAVED if self._recurrent else MissKind.EVICTED, hit.num_tokens)
         key = encode(request.token_ids[start : start + size])
         path_hash = self._prefixes.path_hash(hit.node, salt, key)
         if self._ghosts[index := path_hash % MAX_GHOSTS] == path_hash:

@@ -12,6 +12,7 @@ from llmsched.engine.errors import RequestError, setting
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix_tree import PrefixKey, PrefixNode, PrefixTree, blocks_of, encode
+from llmsched.engine.kv.states import StateSlots
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:
@@ -38,18 +39,28 @@ class _Pin:
     num_blocks: int
     expires_at: float | None
     nodes: list[PrefixNode] = field(default_factory=list)
+    state: int | None = None  # slot of the recurrent state at the end, once it is saved
 
 
 class Pins:
     """Pinned prefixes of an engine.
 
-    A pin references all blocks of its prefix in full-attention groups, and the blocks of the last window in
-    sliding-window groups. Together, pins hold at most `max_blocks` blocks, including blocks that are still to be
-    written. A written block that several pins share counts once.
+    A pin references all blocks of its prefix in full-attention groups, the blocks of the last window in sliding-window
+    groups, and the recurrent state at its end. Together, pins hold at most `max_blocks` blocks, including blocks that
+    are still to be written, and `max_states` of `states`. A written block that several pins share counts once.
     """
 
-    def __init__(self, layout: KVLayout, pool: BlockPool, prefixes: PrefixTree, max_blocks: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool: BlockPool,
+        prefixes: PrefixTree,
+        max_blocks: int,
+        states: StateSlots | None = None,
+        max_states: int = 0,
+    ) -> None:
         self.max_blocks = max_blocks
+        self._states, self._max_states = states, max_states
         #: Number of pins that still wait for blocks to be written.
         self.num_waiting = 0
         self._layout = layout
@@ -109,6 +120,12 @@ class Pins:
             if self._layout.window_groups:  # stop before the first node without window blocks that the pin must hold
                 lacking = (i for i, node in enumerate(new) if held + i >= start and not node.window_blocks)
                 del new[next(lacking, len(new)) :]
+            if self._states is not None and held + len(new) == pin.num_blocks:
+                pin.state = new[-1].state
+                if pin.state is None:
+                    del new[-1]
+                else:
+                    self._states.pool.acquire([pin.state])
             blocks = self._blocks(pin, new, held)
             self._pool.acquire(blocks)
             self._holds.update(blocks)
@@ -129,6 +146,8 @@ class Pins:
             if not self._holds[block]:
                 del self._holds[block]
         self._pool.release(blocks)
+        if self._states is not None and pin.state is not None:
+            self._states.pool.release([pin.state])
 
     def expire(self, now: float) -> bool:
         """Delete the pins that have expired by the time `now`. Return True if a pin had expired."""
@@ -147,6 +166,9 @@ class Pins:
     def ref_counts(self) -> Counter[int]:
         return self._holds.copy()
 
+    def held_states(self) -> list[int]:
+        return [pin.state for pin in self._pins.values() if pin.state is not None]
+
     def _window_start(self, pin: _Pin) -> int:
         return self._layout.first_kept(pin.num_blocks * self._layout.block_size)
 
@@ -156,6 +178,12 @@ class Pins:
         return blocks_of(nodes, nodes[max(0, self._window_start(pin) - first) :])
 
     def _check_room(self, pin: _Pin) -> None:
+        if self._states is not None and len(self._pins) >= self._max_states:
+            raise RequestError(
+                "prefix",
+                f"{len(self._pins)} prefixes are pinned, and at most {self._max_states} may be, because each keeps a "
+                f"recurrent state; delete a pin, or raise {setting('max_num_seqs')} or the share of pinned blocks",
+            )
         known = self._prefixes.match(pin.tokens, pin.salt, pin.num_blocks)
         wanted = self._size(pin) - sum(block in self._holds for block in self._blocks(pin, known, 0))
         others = (self._size(other) - len(self._blocks(other, other.nodes, 0)) for other in self._pins.values())

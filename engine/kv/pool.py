@@ -95,6 +95,10 @@ class BlockPool:
             if self._ref_count[block] == 0:
                 self._cached.touch(block)
 
+    def is_private(self, block: int) -> bool:
+        """Return True for a cached block that only the request that wrote it has used."""
+        return not self._ref_count[block] and not self._cached.is_shared(block)
+
     def set_findable(self, blocks: Iterable[int]) -> None:
         """Mark blocks as findable (see KVManager)."""
         for block in blocks:
@@ -104,6 +108,12 @@ class BlockPool:
         while self._cached:
             self._free.append(self._evict())
 
+    def evict(self, block: int) -> None:
+        """Free a cached block that is not worth keeping."""
+        self._cached.discard(block)
+        self._forget(block)
+        self._free.append(block)
+
     def count_cached(self, blocks: Iterable[int]) -> int:
         """Return how many of `blocks` are cached now."""
         ref_count = self._ref_count
@@ -111,12 +121,15 @@ class BlockPool:
 
     def _evict(self) -> int:
         block = self._cached.pop()
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
         self._findable[block] = 0
         for other in self._on_evict(block):
             self._cached.discard(other)
             self._findable[other] = 0
             self._free.append(other)
-        return block
 
     def check_integrity(self, held: dict[int, int]) -> None:
         """Raise AssertionError unless every block is in one state and has `held[block]` (default: 0) references."""

@@ -20,6 +20,7 @@ from llmsched.engine.kv.prefix_tree import (
     encode,
     num_common_tokens,
 )
+from llmsched.engine.kv.states import StateSlots
 from llmsched.engine.kv.table import BlockTable
 from llmsched.engine.request import Request
 
@@ -79,6 +80,23 @@ class InFlightPrefixes:
                 most = max(most, common // size * size)
         return most
 
+    def num_saved(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
+        """Return after how many leading tokens of `request` another running request will save its recurrent state.
+
+        Where the prompts part, the other request is told to save it there, if it has not passed that block yet. `start`
+        and `limit` are as in `num_coming`; the result is 0 if no state will be saved.
+        """
+        most = 0
+        for other in self._newest(node, request.prefix_key):
+            size, state = other.table.layout.block_size, other.state
+            assert state is not None
+            common = _common_length(other.token_ids, request.token_ids, start, limit) // size * size
+            if common > max(start, other.num_computed_tokens):
+                state.save_at.add(common)
+            coming = {at for at in state.save_at if at > other.num_computed_tokens} | {at for at, _ in state.saves}
+            most = max([most, *(at for at in coming if at <= common)])
+        return most
+
     def _newest(self, node: PrefixNode | None, salt: PrefixKey) -> Iterator[Request]:
         return islice(reversed(self._after.get(salt if node is None else node, {})), MAX_COMPARED)
 
@@ -87,14 +105,21 @@ class PrefixCache:
     """Cache of the KV of prefixes: requests reuse the longest cached prefix and add the blocks that they fill.
 
     Only requests with equal adapter and cache_salt share blocks. If `enabled` is False, nothing is found or inserted.
+    If the model has recurrent layers, `num_states` is the number of slots for their states and `max_running` the
+    largest number of running requests.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, enabled: bool) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, enabled: bool, num_states: int = 0, max_running: int = 0
+    ) -> None:
         self.enabled = enabled
         self.tree = PrefixTree(layout.block_size)
         self.pool = BlockPool(num_blocks, self._forget)
-        self.misses = Misses(self.tree)
+        self.misses = Misses(self.tree, recurrent=layout.recurrent)
         self.in_flight = InFlightPrefixes()
+        self.states = None
+        if layout.recurrent:
+            self.states = StateSlots(num_states, max_running, layout.block_size, self._lost_state)
         #: Time of the engine's clock in seconds, for the times of evictions.
         self.now = 0.0
         self._layout = layout
@@ -114,14 +139,15 @@ class PrefixCache:
             request.encoded = encode(request.token_ids)
         tokens = request.encoded
         found = self.tree.match(tokens, salt, most // size)
-        nodes = found[: self._num_usable(found)] if self._layout.window_groups else found
+        nodes = found[: self._num_usable(found)]
         start, end = len(nodes) * size, len(found) * size
         block = tokens[end * TOKEN_BYTES : (end + size) * TOKEN_BYTES]
         last = found[-1] if found else None
         child, alike = self.tree.closest(last, salt, block)
         source: tuple[int, ...] | None = None
         known = 0
-        if start == end:  # copy from cached or partly written blocks, whichever share more tokens with `block`
+        if start == end and self.states is None:
+            # Copy from cached or partly written blocks, whichever share more tokens with `block`.
             if child is not None and (child.window_blocks or not self._layout.window_groups):
                 source, known = child.blocks + child.window_blocks, alike
             being_filled = self.in_flight.open_block(last, salt, block)
@@ -133,7 +159,7 @@ class PrefixCache:
         window_start = self._layout.first_kept(start) if self._layout.window_groups else len(nodes)
         swapped = request.swapped
         from_host = swapped is not None and swapped.first <= len(found) and swapped.num_tokens > start + known
-        if from_host and swapped is not None and self._layout.window_groups:
+        if from_host and swapped is not None and (self._layout.window_groups or self.states is not None):
             # With sliding windows alone, all KV comes from host memory: the request would hold no blocks of the nodes,
             # so they could be evicted at any time.
             nodes = found[: swapped.num_tokens // size] if self._layout.full_groups else []
@@ -142,7 +168,14 @@ class PrefixCache:
         return PrefixHit(nodes, num_evictable, start + known, source, end + alike, window_start, from_host)
 
     def _num_usable(self, found: list[PrefixNode]) -> int:
-        """Return how many leading nodes can be reused: the last ones must still have their sliding-window blocks."""
+        """Return how many leading nodes can be reused.
+
+        The last ones must still have their sliding-window blocks, and the last one its recurrent state.
+        """
+        if self.states is not None:
+            return next((count for count in range(len(found), 0, -1) if found[count - 1].state is not None), 0)
+        if not self._layout.window_groups:
+            return len(found)
         usable = present = 0
         for count, node in enumerate(found, start=1):
             present = present + 1 if node.window_blocks else 0
@@ -154,8 +187,13 @@ class PrefixCache:
         """Return how many tokens after the hit, in whole blocks, another running request will compute."""
         if not self.serves(request):
             return 0
-        start = len(hit.nodes) * self.tree.block_size
-        coming = self.in_flight.num_coming(hit.node, request, start, request.num_tokens - 1)
+        size, limit = self.tree.block_size, request.num_tokens - 1
+        start = len(hit.nodes) * size
+        if self.states is not None:
+            found = self.tree.match(request.encoded, request.prefix_key, limit // size, len(hit.nodes), hit.node)
+            node, start = found[-1] if found else hit.node, start + len(found) * size
+            return max(0, self.in_flight.num_saved(node, request, start, limit) - hit.num_tokens)
+        coming = self.in_flight.num_coming(hit.node, request, start, limit)
         return max(0, start + coming - hit.num_tokens)
 
     def classify(self, request: Request, hit: PrefixHit) -> Miss:
@@ -173,6 +211,10 @@ class PrefixCache:
         """
         table, size = request.table, self.tree.block_size
         self.in_flight.remove(request)
+        if not self._layout.num_groups:  # no blocks of the request keep its nodes in the tree
+            while table.node is not None and not self.tree.attached(table.node):
+                table.node, table.num_findable = table.node.parent, table.num_findable - 1
+                table.node = table.node if table.num_findable else None
         first, key_bytes = table.num_findable, size * TOKEN_BYTES
         tokens = encode(request.token_ids[first * size : num_whole * size])
         for index in range(first, num_whole):
@@ -200,11 +242,23 @@ class PrefixCache:
             self.pool.release(ours)
             table.replace(index, group, theirs)
 
+    def drop(self) -> None:
+        """Drop all KV and states that neither running requests nor pins hold."""
+        self.pool.drop_cached()
+        if self.states is not None:
+            self.states.pool.drop_cached()
+
     def _forget(self, block: int) -> Sequence[int]:
         nodes, others = self.tree.remove(block)
         for node in nodes:
             self.misses.evicted(node, self.now)
+            if node.state is not None and self.states is not None:
+                self.states.pool.evict(node.state)
         return others
+
+    def _lost_state(self, node: PrefixNode) -> None:
+        for removed in self.tree.prune(node):
+            self.misses.evicted(removed, self.now)
 
 
 def _key(request: Request) -> PrefixNode | PrefixKey:

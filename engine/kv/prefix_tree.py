@@ -33,12 +33,13 @@ def num_common_tokens(one: bytes, two: bytes) -> int:
 class PrefixNode:
     """Node of the prefix tree: the cached KV of one block of tokens. The path from the root is the whole prefix."""
 
-    __slots__ = ("blocks", "children", "depth", "key", "parent", "path_hash", "window_blocks")
+    __slots__ = ("blocks", "children", "depth", "key", "parent", "path_hash", "state", "window_blocks")
 
     def __init__(self, key: bytes, blocks: tuple[int, ...], parent: PrefixNode | None, path_hash: int) -> None:
         self.key = key  # encoded tokens
         self.blocks = blocks  # one for each full-attention group
         self.window_blocks: tuple[int, ...] = ()  # one for each sliding-window group, until evicted
+        self.state: int | None = None  # slot with the recurrent state after the block, if it was saved
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1  # blocks in the prefix
         self.path_hash = path_hash  # identifies the prefix and its salt, even after the node is removed
@@ -148,11 +149,8 @@ class PrefixTree:
         """
         node = self._node_of_block.pop(block)
         if block in node.window_blocks:
-            gone, node.window_blocks, removed = node.window_blocks, (), []
-            while node.parent is not None and not (node.blocks or node.children or node.window_blocks):
-                self._detach(node)
-                removed.append(node)
-                node = node.parent
+            gone, node.window_blocks = node.window_blocks, ()
+            removed = self.prune(node)
         else:
             assert not node.children, f"block {block} evicted before the blocks after it"
             gone, removed = node.blocks + node.window_blocks, [node]
@@ -163,6 +161,21 @@ class PrefixTree:
         for each in others:
             del self._node_of_block[each]
         return removed, others
+
+    def prune(self, node: PrefixNode) -> list[PrefixNode]:
+        """Remove a node that holds nothing, and ancestors that then hold nothing. Return the removed nodes."""
+        removed = []
+        while node.parent is not None and not (
+            node.blocks or node.children or node.window_blocks or node.state is not None
+        ):
+            self._detach(node)
+            removed.append(node)
+            node = node.parent
+        return removed
+
+    def attached(self, node: PrefixNode) -> bool:
+        """Return True if the node is in the tree: `prune(...)` may have removed it."""
+        return node.parent is not None and node.parent.children.get(node.key) is node
 
     def _detach(self, node: PrefixNode) -> None:
         parent = node.parent

@@ -195,6 +195,11 @@ class SwappedKV(NamedTuple):
     window_start: int = 0
     #: Host blocks of sliding-window groups from `window_start` on.
     window_blocks: list[int] = []  # noqa: RUF012 (never changed)
+    host_state: int | None = None  # place of the recurrent state
+
+    @property
+    def host_states(self) -> list[int]:
+        return [] if self.host_state is None else [self.host_state]
 
     @property
     def host_blocks(self) -> list[int]:

@@ -35,6 +35,7 @@ class MeasuredMemory:
     activations: int | None = None
     context: int | None = None
     graphs: CapturedGraphs | None = None
+    states: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class MemoryPlan:
     activation_bytes: int
     context_bytes: int
     graph_bytes: int
-    state_bytes: int  # recurrent state of max_num_seqs_limit sequences
+    state_bytes: int  # recurrent states of max_num_seqs_limit sequences, and snapshots of them for the prefix cache
     available_kv_bytes: int  # what the other parts leave for KV
     dtype_bytes: int
     kv_dtype_bytes: int
@@ -111,7 +112,7 @@ class MemoryPlan:
     @property
     def num_tokens(self) -> int:
         """Number of tokens for which KV blocks have room."""
-        return self.num_blocks // self.layout.num_groups * self.block_size
+        return self.num_blocks // max(1, self.layout.num_groups) * self.block_size
 
     @property
     def longest(self) -> int:
@@ -180,12 +181,14 @@ class Reconciled:
 
 
 def reconcile(plan: MemoryPlan, measured: MeasuredMemory) -> list[Reconciled]:
-    """Return planned and measured bytes of weights, activations, KV and, on a GPU, the CUDA context and graphs."""
+    """Return planned and measured bytes of weights, activations, KV, recurrent state, CUDA context and graphs."""
     parts = [
         Reconciled("weights", plan.weights_bytes, measured.weights),
         Reconciled("activations", plan.activation_bytes, measured.activations),
         Reconciled("KV", plan.kv_bytes, measured.kv),
     ]
+    if plan.state_bytes:
+        parts.append(Reconciled("recurrent state", plan.state_bytes, measured.states))
     if plan.context_bytes:
         parts.append(Reconciled("CUDA context", plan.context_bytes, measured.context))
     if plan.graph_bytes:
@@ -201,6 +204,6 @@ def ratios(plan: MemoryPlan) -> dict[str, float]:
     if plan.measured is None:
         return {}
     names = {"weights": "weights", "activations": "activations", "KV": "kv"}
-    names |= {"CUDA context": "context", "CUDA graphs": "graphs"}
+    names |= {"CUDA context": "context", "CUDA graphs": "graphs", "recurrent state": "states"}
     parts = reconcile(plan, plan.measured)
     return {f"{names[each.part]}_ratio": round(each.ratio, 4) for each in parts if each.ratio is not None}

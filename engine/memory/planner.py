@@ -28,7 +28,9 @@ from typing import Any
 
 from llmsched.engine.architecture.adapter_files import adapter_bytes, read_adapters
 from llmsched.engine.architecture.config_fields import ConfigCache, read_config_file
+from llmsched.engine.architecture.context_limit import UNLIMITED_LENGTH
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
+from llmsched.engine.architecture.geometry import Geometry
 from llmsched.engine.architecture.online_quantization import check_quantisable
 from llmsched.engine.architecture.quantization import (
     named_format,
@@ -42,6 +44,7 @@ from llmsched.engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_TOKEN_BUDGET, E
 from llmsched.engine.device import CONTEXT_BYTES, DeviceMemory
 from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
+from llmsched.engine.kv.states import num_state_slots
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes, logits_limit
 from llmsched.engine.memory.expert_offload import plan_offload
@@ -55,10 +58,6 @@ from llmsched.profiles.shipped_models import shipped_configs
 
 #: Origin of a config.json that is not on this machine but is shipped with llmsched.
 SHIPPED = "a copy shipped with llmsched"
-
-#: max_model_len of a model whose memory does not grow with the context and that states no limit.
-UNLIMITED_LENGTH = 1 << 20
-
 
 #: End of the note on a max_model_len that the plan chose.
 _LOWERED = " what the KV memory holds for one request"
@@ -132,7 +131,9 @@ def _plan_for_context(
 ) -> MemoryPlan:
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
+    num_states = num_state_slots(config.max_num_seqs, enable_prefix_caching=config.enable_prefix_caching)
     adapters = read_adapters(config.lora)
+    _check_recurrent(config, geometry)
     captures = on_gpu and not config.enforce_eager and not config.expert_offload
     offload = plan_offload(shape, config.expert_offload) if config.expert_offload else None
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
@@ -156,7 +157,7 @@ def _plan_for_context(
         graph_bytes=graph_bytes(shape, min(config.max_num_seqs, tokens), dtype_bytes, 2 if adapters else 1)
         if captures
         else 0,
-        state_bytes=config.max_num_seqs * geometry.state_bytes_per_seq,
+        state_bytes=(num_states + 1) * geometry.state_bytes_per_seq,  # one for padding rows
         available_kv_bytes=0,
         dtype_bytes=dtype_bytes,
         kv_dtype_bytes=kv_dtype_bytes,
@@ -178,6 +179,20 @@ def _plan_for_context(
         wide_parts=shape.weights.wide_parts,
         offload=offload,
     )
+
+
+def _check_recurrent(config: EngineConfig, geometry: Geometry) -> None:
+    """Raise ConfigError for a setting that models with recurrent layers do not support."""
+    if not geometry.state_bytes_per_seq:
+        return
+    if config.lora:
+        raise ConfigError("lora", "adapters of models with recurrent layers are not supported; leave it out")
+    if config.speculative != "off":
+        raise ConfigError(
+            "speculative",
+            f"{config.speculative} is not supported for models with recurrent layers, whose state cannot take back a "
+            "wrong guess; set it to off",
+        )
 
 
 def _with_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:

@@ -25,6 +25,7 @@ from llmsched.engine.model.modules import Linear, Norm, UnknownStructureError
 from llmsched.engine.model.packed_modules import PackedLinear
 from llmsched.engine.model.paged import PagedContext, PagedModel, run_alone
 from llmsched.engine.model.probe import AttentionCall
+from llmsched.engine.model.recurrent_layers import LayerState
 from llmsched.engine.model.structure import LayerParts, MlpParts, read_structure
 from llmsched.kernels import reference
 from llmsched.kernels.activations import Activation
@@ -117,6 +118,7 @@ class FusedDecoder:
     """
 
     implementation: Literal["fused", "transformers"] = "fused"
+    states: Sequence[LayerState] = ()
 
     def __init__(
         self,

@@ -11,8 +11,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import quiet_transformers, read_fields, read_json_object
-from llmsched.engine.architecture.context_limit import max_position
+from llmsched.engine.architecture.context_limit import UNLIMITED_LENGTH, max_position
 from llmsched.engine.architecture.dtypes import planned_dtype
+from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.architecture.online_quantization import check_quantisable
 from llmsched.engine.architecture.quantization import settings_of, with_quantization_file
 from llmsched.engine.config import EngineConfig
@@ -117,6 +118,8 @@ def load_info(source: ModelSource, config: PretrainedConfig, tokenizer: Tokenize
     with _reading(source, "eos_token_id"):
         ends = _as_ids(generation.get("eos_token_id")) | _as_ids(config.eos_token_id) | tokenizer.eos_token_ids
     limit, _ = max_position(read_fields(config))
+    if limit is None and not kv_geometry(config).caches_kv:
+        limit = UNLIMITED_LENGTH
     if limit is None:
         raise ModelError(f"model {source.spec}: config.json states neither max_position_embeddings nor seq_length")
     try:

@@ -16,6 +16,8 @@ import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.layout import KVLayout
+from llmsched.engine.kv.states import StatePiece
+from llmsched.engine.model.recurrent_layers import LayerState, StateTensors, StepStates
 from llmsched.kernels.dispatch import latent_attention, paged_attention, prepare_attention, write_kv
 from llmsched.kernels.fp8 import as_bytes
 from llmsched.kernels.reference import AttentionOptions, AttentionShape, Put
@@ -54,7 +56,7 @@ def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPl
     if not layout.full_groups and not all(windowed):
         raise ModelError(f"layer {windowed.index(False)} sees all tokens, but the cache has only sliding-window groups")
     counts = {True: layout.window_groups, False: layout.full_groups}
-    size = max(-(-windowed.count(kind) // count) for kind, count in counts.items() if count)
+    size = max((-(-windowed.count(kind) // count) for kind, count in counts.items() if count), default=0)
     before = {True: layout.full_groups * size, False: 0}
     places, kinds = list[LayerPlace](), iter(windowed)
     for layer in layers:
@@ -164,6 +166,7 @@ class PagedContext:
     works: ListLike[Any]  # each layer's result of `prepare_attention`
     #: The result of `prepare_lora`, alone in the list; the list is empty if no token has an adapter.
     lora: ListLike[Any] = ()
+    states: StepStates | None = None  # None: the model has no recurrent layers
 
     def attend(
         self,
@@ -225,8 +228,9 @@ class PagedModel(Protocol):
     """Model that runs over the paged KV cache."""
 
     implementation: Literal["fused", "transformers"]
-    layers: list[LayerShape]  # KV of each layer
-    attention: list[AttentionShape]  # of each layer
+    layers: list[LayerShape]  # KV of each layer with attention
+    attention: list[AttentionShape]  # of each of these layers
+    states: ListLike[LayerState]  # of each recurrent layer
     vocab_size: int
 
     def forward(
@@ -251,5 +255,11 @@ def run_alone(
     works = prepare_attention(model.attention, bounds, contexts, device, put)
     positions = torch.arange(count, device=device)
     tables = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
-    context = PagedContext(cache, positions[None], tables, put(bounds), put(contexts), works)
+    states = None
+    if model.states:
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        states = StepStates(
+            StateTensors(model.states, 1, device), none, none, [StatePiece(0, count, 0, 0, begins=True)]
+        )
+    context = PagedContext(cache, positions[None], tables, put(bounds), put(contexts), works, states=states)
     return model.forward(ids, positions, context, logit_rows), cache

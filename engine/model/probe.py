@@ -5,8 +5,8 @@
 # - Every layer calls attention exactly once. The probe records the number of KV heads and their widths.
 # - The mask is causal and has the same sliding window that attention is given. transformers makes masks from a function
 #   of (query, key) positions, so the probe calls this function for positions that are far apart.
-# - Tokens do not influence each other outside attention, as they would through recurrent state or convolution. While
-#   attention returns zeros, a change of earlier tokens must not change the last token's logits.
+# - Tokens do not influence each other outside attention and known recurrent layers. While these return zeros, a change
+#   of earlier tokens must not change the last token's logits.
 #
 # It also finds the layers whose queries do not depend on positions, and those that attend to another layer's KV.
 
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.latent_attention import keep_latents, latent_weight
 from llmsched.engine.model.paged import LayerShape
+from llmsched.engine.model.recurrent_layers import RecurrentLayers
 from llmsched.kernels.latents import LatentWidths
 from llmsched.kernels.reference import AttentionShape
 
@@ -71,35 +72,39 @@ class Recording(NamedTuple):
     keys: dict[int, torch.Tensor]
 
 
-def probe(model: PreTrainedModel) -> tuple[list[AttentionCall], int]:
-    """Return one AttentionCall per layer, and the width of the logits.
+def probe(model: PreTrainedModel, recurrent: RecurrentLayers) -> tuple[dict[int, AttentionCall], int]:
+    """Return the AttentionCall of each layer with attention, in order, and the width of the logits.
 
-    The probe replaces the model's attention function, so the caller must set another one afterwards. Raises ModelError
-    if the engine cannot compute the model exactly.
+    The probe records the states of `recurrent`, the model's recurrent layers. If there are none, each layer must have
+    attention. The probe replaces the model's attention function, so the caller must set another one afterwards. Raises
+    ModelError if the engine cannot compute the model exactly.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
-    if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+    extra = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not extra or ("position_ids" not in parameters and not recurrent):
         raise ModelError(f"{name} takes no position_ids or no extra keywords, so it cannot compute a packed batch")
     keep_latents(model)
-    set_attention(model, IMPLEMENTATION)
+    set_attention(model, IMPLEMENTATION, required=not recurrent)
     vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.arange(1, NUM_TOKENS + 1, device=model.device)
     other_tokens = torch.cat([tokens[:-1] + NUM_TOKENS, tokens[-1:]])
     rotary = any("rotary" in name for name, _ in model.named_modules())
-    first, logits = silenced_pass(model, tokens % vocab_size)
-    other, other_logits = silenced_pass(model, other_tokens % vocab_size, SHIFT if rotary else 0)
+    with recurrent.silenced():
+        first, logits = silenced_pass(model, tokens % vocab_size)
+    with recurrent.silenced():
+        other, other_logits = silenced_pass(model, other_tokens % vocab_size, SHIFT if rotary else 0)
     layers = first.calls
     num_layers = model.config.get_text_config().num_hidden_layers
-    if unlike := set(range(num_layers)) ^ set(layers):
+    if not recurrent and (unlike := set(range(num_layers)) ^ set(layers)):
         raise ModelError(
             f"{name}: of {num_layers} layers, {len(layers)} use transformers' attention interface; "
             f"layer {min(unlike)} does not match, so the model cannot be served"
         )
     if not _are_close(logits, other_logits):
-        raise ModelError(f"{name} mixes tokens outside attention (recurrent state, convolution): it cannot be served")
-    turned = [not rotary or not _are_close(first.queries[layer], other.queries[layer]) for layer in range(num_layers)]
-    return [layers[layer]._replace(rotates=turned[layer]) for layer in range(num_layers)], logits.shape[0]
+        raise ModelError(f"{name} mixes tokens outside attention and known recurrent layers: it cannot be served")
+    turned = {layer: not rotary or not _are_close(first.queries[layer], other.queries[layer]) for layer in layers}
+    return {layer: layers[layer]._replace(rotates=turned[layer]) for layer in sorted(layers)}, logits.shape[0]
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -122,10 +127,14 @@ def silenced_pass(model: PreTrainedModel, token_ids: torch.Tensor, start: int = 
     return recording, output.logits[0, -1].float()
 
 
-def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Set the attention function of `model`. Raises ModelError if the model lacks transformers' attention interface."""
-    model.set_attn_implementation(implementation)
-    if model.config._attn_implementation != implementation:
+def set_attention(model: PreTrainedModel, implementation: str, *, required: bool = True) -> None:
+    """Set the attention function of `model`.
+
+    Raises ModelError if the attention interface of transformers is `required` and the model lacks it.
+    """
+    if required or model._can_set_attn_implementation():
+        model.set_attn_implementation(implementation)
+    if required and model.config._attn_implementation != implementation:
         raise ModelError(f"{type(model).__name__} does not use transformers' attention interface: it cannot be served")
 
 

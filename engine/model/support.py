@@ -44,15 +44,31 @@ TESTED = (
     "MptForCausalLM",
     "StableLmForCausalLM",
 )
-SUPPORTED = f"supported: {', '.join(TESTED)} and other decoders that use transformers' attention interface"
+#: Classes with recurrent layers that the tests compare too, by model type.
+RECURRENT = {
+    "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+SUPPORTED = (
+    f"supported: {', '.join((*TESTED, *RECURRENT.values()))} and other decoders that use transformers' attention "
+    "interface"
+)
 
 #: Models that do not use transformers' attention interface, or whose layers do not hand keywords on to attention
 #: (Nemotron), but that the fused decoder can compute.
 OWN_ATTENTION = frozenset(
     {"BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM", "NemotronForCausalLM", "StableLmForCausalLM"}
 )
-#: Classes by model type: DECODERS pass _check_class, _RECURRENT fail it because of recurrent state, and _INDEXED fail
-#: _check_layers. With these tables most models can be checked without importing transformers.
+#: Classes by model type: DECODERS and RECURRENT pass _check_class, and _INDEXED fail _check_layers. With these tables
+#: most models can be checked without importing transformers.
 DECODERS = {
     "arcee": "ArceeForCausalLM",
     "bloom": "BloomForCausalLM",
@@ -98,7 +114,6 @@ DECODERS = {
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
 }
-_RECURRENT = {"nemotron_h": "NemotronHForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
 _INDEXED = {"deepseek_v32": "DeepseekV32ForCausalLM"}
 _TWICE, _OWN_MASK = "computes attention twice in a layer", "has a mask that is neither causal nor a sliding window"
 #: Classes that use transformers' attention interface, but that `probe` refuses.
@@ -112,6 +127,8 @@ _UNLIKE = {
 #: Types that only code in the model's repository can load; serve never runs such code.
 _NOT_IN_TRANSFORMERS = frozenset({"nemotron-nas", "openelm"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+#: Further types in the models of RECURRENT.
+_RECURRENT_TYPES = frozenset({"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
 
 
 def architecture_of(config: PretrainedConfig) -> str:
@@ -156,10 +173,8 @@ def refusal_of_file(content: Mapping[str, Any]) -> tuple[bool, str | None]:
     text = nested_text(content)
     config.get_text_config = lambda: config if text is None else text
     name = architecture_of(config)
-    known = DECODERS.get(config.model_type) == name
+    known = name in (DECODERS.get(config.model_type), RECURRENT.get(config.model_type))
     reason = _check_kind(config) or _check_quantisation(config)
-    if reason is None and _RECURRENT.get(config.model_type) == name:
-        reason = _has_state(name)
     if reason is None and _INDEXED.get(config.model_type) == name:
         reason = _has_layers(name, {"indexed_attention"})
     if reason is None and known:
@@ -205,9 +220,11 @@ def _check_class(config: PretrainedConfig) -> str | None:
         return f"{name} (model type {config.model_type}) is not a decoder that transformers can load; {SUPPORTED}"
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return f"{name} is an encoder (model type {config.model_type}): it sees tokens in both directions; {SUPPORTED}"
+    if RECURRENT.get(config.model_type) == name:
+        return None
     model_class = getattr(transformers, name)
     if model_class._is_stateful:
-        return _has_state(name)
+        return f"{name} has recurrent layers of a kind that is not supported; {SUPPORTED}"
     if name in _UNLIKE:
         return f"{name} {_UNLIKE[name]}, which is not supported; {SUPPORTED}"
     if not model_class._supports_attention_backend and name not in OWN_ATTENTION:
@@ -215,13 +232,11 @@ def _check_class(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _has_state(name: str) -> str:
-    return f"{name} has recurrent state, which is not supported; {SUPPORTED}"
-
-
 def _check_layers(config: PretrainedConfig) -> str | None:
-    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
-        return _has_layers(architecture_of(config), unknown)
+    name = architecture_of(config)
+    known = _LAYER_TYPES | _RECURRENT_TYPES if name in RECURRENT.values() else _LAYER_TYPES
+    if unknown := set(getattr(config, "layer_types", None) or ()) - known:
+        return _has_layers(name, unknown)
     return None
 
 

@@ -8,6 +8,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Sequence as ListLike
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from llmsched.engine.model.modules import UnknownStructureError
 from llmsched.engine.model.own_attention import own_attention
 from llmsched.engine.model.paged import PagedContext, PagedModel
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
+from llmsched.engine.model.recurrent_layers import LayerState, RecurrentLayers
 from llmsched.kernels.dispatch import backend_name, load_backend
 from llmsched.kernels.lora import LoraMatrices
 
@@ -42,10 +44,15 @@ class TransformersModel:
     implementation: Literal["fused", "transformers"] = "transformers"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.calls, self.vocab_size = probe(model)
+        self._recurrent = RecurrentLayers(model)
+        found, self.vocab_size = probe(model, self._recurrent)
+        self.calls = list(found.values())
         self.layers = [call.shape for call in self.calls]
         self.attention = [call.attention for call in self.calls]
-        set_attention(model, IMPLEMENTATION)
+        self.states: ListLike[LayerState] = self._recurrent.layers
+        #: Numbers of the layers with attention, without the other layers.
+        self._numbers = {layer: number for number, layer in enumerate(found)}
+        set_attention(model, IMPLEMENTATION, required=bool(found))
         turn_off_checks(model)
         self._model = model
         self._tokens = _Tokens()
@@ -57,13 +64,15 @@ class TransformersModel:
         selected = {"logits_to_keep": logit_rows} if self._selects_logits and logit_rows is not None else {}
         self._tokens.lora, self._tokens.count = context.lora, len(input_ids)
         try:
-            output = self._model(
-                input_ids=input_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                paged_context=context,
-                **selected,
-            )
+            with nullcontext() if context.states is None else self._recurrent.computing(context.states):
+                output = self._model(
+                    input_ids=input_ids[None],
+                    position_ids=positions[None],
+                    use_cache=False,
+                    paged_context=context,
+                    paged_numbers=self._numbers,
+                    **selected,
+                )
         finally:
             self._tokens.lora = ()
         logits: torch.Tensor = output.logits[0]
@@ -131,6 +140,7 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     *,
     paged_context: PagedContext,
+    paged_numbers: dict[int, int],
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -152,7 +162,7 @@ def attention_forward(
         latents, rope_keys = packed(key), packed(value)
         return paged_context.attend_latents(layer, packed(query), latents, rope_keys, weight, scaling)[None], None
     output = paged_context.attend(
-        layer,
+        paged_numbers[layer],
         packed(query),
         packed(key),
         packed(value),
@@ -185,7 +195,9 @@ def paged_model(
     if calls is None:
         plain = TransformersModel(model)
         calls = plain.calls
-    if implementation == "transformers":
+    if implementation == "transformers" or (plain is not None and plain.states):
+        if implementation == "fused":
+            raise ConfigError("model_impl", f"fused does not know the recurrent layers of {name}; use auto")
         if plain is None:
             raise ConfigError("model_impl", f"{name} does not use transformers' attention interface; use auto or fused")
         return _adapted(plain, adapters)

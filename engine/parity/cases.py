@@ -112,12 +112,16 @@ def make_cases(prompts: PromptSet, num_tokens: int, layout: KVLayout) -> Iterato
     shared = (len(prompts.general[0].token_ids), *prompts.shared)
     known = (min(length, len(prompt.token_ids) - 1) for length, prompt in zip(shared, again, strict=True))
     hits = tuple(num if num % block_size >= MIN_COPIED else num // block_size * block_size for num in known)
+    if layout.recurrent:  # the recurrent state of the first prompt is saved at the end of its last block but one
+        hits = tuple(num // (2 * block_size) * 2 * block_size for num in hits)
     budget = sum(
         len(prompt.token_ids) for prompt in again
     )  # all prompts in one step, so that none of them hits the prefix of another
     waves = (again[:1], again)
     yield ParityCase("prefix hits", waves, budget, plenty, num_tokens, caching=True, cached_tokens=hits)
 
+    if not layout.num_groups:  # without blocks, no request is ever preempted
+        return
     # Four prompts of two blocks in a pool of eight blocks (per group of layers). Each prompt needs a third block for
     # its second token, so a request must be preempted. With prefix caching, preempted requests find some of their
     # blocks again; with swap, their blocks are copied back.

@@ -84,7 +84,7 @@ class Reference:
 
     def _plain(self) -> Any:
         if type(self._model).__name__ not in OWN_ATTENTION:
-            set_attention(self._model, IMPLEMENTATION)
+            set_attention(self._model, IMPLEMENTATION, required=False)
         return self._model
 
 

@@ -24,6 +24,7 @@ from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.states import num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.kv_scales import KV_TYPES, ScaleName, kv_scales
@@ -211,7 +212,10 @@ def _check_events(case: ParityCase, result: CaseResult, stats: EngineStats, last
 def engine_for(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExecutor]:
     """Build an engine with the settings of the case. Close its executor after use."""
     longest = max(len(prompt.token_ids) for wave in case.waves for prompt in wave)
-    swap = SwapSpace(case.num_blocks if case.preempted == "swap" else 0)
+    num_seqs = max(map(len, case.waves))
+    num_states = num_state_slots(num_seqs, enable_prefix_caching=case.caching)
+    swaps = case.preempted == "swap"
+    swap = SwapSpace(case.num_blocks if swaps else 0, num_states=num_seqs if swaps and loaded.layout.recurrent else 0)
     dtype: Any = str(loaded.dtype).removeprefix("torch.")
     kv_dtype: Any = dtype if loaded.kv_cache_dtype == "auto" else loaded.kv_cache_dtype
     device: Any = loaded.device
@@ -222,6 +226,7 @@ def engine_for(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExec
         kv_cache_dtype=kv_dtype,
         max_model_len=longest + case.num_tokens,
         max_num_batched_tokens=case.token_budget,
+        max_num_seqs=num_seqs,
         block_size=loaded.block_size,
         enable_prefix_caching=case.caching,
         output_prediction="none",  # admit all requests, although the pool is too small for their outputs
@@ -238,12 +243,14 @@ def engine_for(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExec
         kv_dtype=loaded.kv_dtype,
         max_model_len=config.max_model_len,
         num_host_blocks=swap.num_blocks,
+        num_states=num_states,
+        num_host_states=swap.states.count,
         layout=loaded.layout,
         model_impl=loaded.model_impl,
         adapters=loaded.adapters,
         checkpoint_scales=loaded.checkpoint_scales,
     )
-    executor.capture(max(map(len, case.waves)), config.max_model_len)  # on a GPU, as serve does
+    executor.capture(num_seqs, config.max_model_len)  # on a GPU, as serve does
     kv = make_kv(config, case.num_blocks, swap, loaded.layout)
     return Engine(config, loaded.info, loaded.tokenizer, executor, kv), executor
 

@@ -115,7 +115,7 @@ class Preemption:
             return recompute
         num_blocks = self._kv.num_swapped(request)
         swap = Loss(True, 2 * num_blocks * self.costs.block_copy.per_unit, num_tokens, num_blocks)
-        if not 0 < num_blocks <= self._kv.swap.num_free:
+        if not self._kv.may_swap(request, num_blocks):
             return recompute
         return swap if self._mode == "swap" or swap.seconds < recompute.seconds else recompute
 

@@ -188,7 +188,8 @@ class Scheduler:
         if not (rows := step.rows()):
             return StepPlan(())
         finished, self._finished = self._finished, []
-        return StepPlan(rows, finished, self.kv.copies.take(), *self.kv.swap.take(), num_drafted)
+        moves = self.kv.take_state_moves()
+        return StepPlan(rows, finished, self.kv.copies.take(), *self.kv.swap.take(), num_drafted, moves)
 
     def _demand(self) -> Demand:
         growing = [  # block_table is faster than `table`
@@ -290,7 +291,7 @@ class Scheduler:
         assert self._in_flight is None, "settle the step in flight first"
         self._in_flight = plan
         running = RequestStatus.RUNNING
-        for request, _, num_tokens, _, sample, draft in _rows_of(plan):
+        for request, _, num_tokens, _, sample, draft, _ in _rows_of(plan):
             if request.status is running:
                 request.num_computed_tokens += num_tokens - len(draft)
                 if sample and len(request.token_ids) + 1 - request.num_prompt_tokens < request.sampling.max_tokens:
@@ -304,7 +305,7 @@ class Scheduler:
         self.pacer.learn(plan, result.elapsed - result.swap_elapsed)
         updates = []
         running = RequestStatus.RUNNING
-        for (request, start, _, _, _, draft), row_result in zip(_rows_of(plan), result.rows, strict=True):
+        for (request, start, _, _, _, draft, _), row_result in zip(_rows_of(plan), result.rows, strict=True):
             if request.status is not running:
                 continue
             request.num_pending_tokens = 0
@@ -343,11 +344,12 @@ class Scheduler:
         """
         # The steps may have done any part of their work. The KV that they computed is in blocks that no lookup finds.
         # The KV that they copied may be incomplete, so each request into whose blocks the steps were to copy KV is
-        # preempted, and KV that the steps were to save in host memory is dropped. Further requests are preempted until
+        # preempted, and KV that the steps were to save in host memory is dropped. Recurrent state may be that after any
+        # of the steps' tokens, so each request with such a state is preempted too. Further requests are preempted until
         # one token of each running request fits in a step.
         assert self._in_flight is plan
         self._in_flight = None
-        for request, _, num_tokens, _, _, draft in _rows_of(plan):
+        for request, _, num_tokens, _, _, draft, _ in _rows_of(plan):
             if request.status is RequestStatus.RUNNING:
                 request.num_computed_tokens -= num_tokens - len(draft)
                 request.num_pending_tokens = 0
@@ -356,14 +358,19 @@ class Scheduler:
         undone = [plan] if following is None else [plan, following]
         self._finished[:0] = [request_id for each in undone for request_id in each.finished]
         saved = {host for each in undone for _, host in each.swap_out}
+        saved_states = {host for each in undone for _, host in each.state_moves.swap_out}
         for request in self.waiting:
-            if request.swapped is not None and not saved.isdisjoint(request.swapped.host_blocks):
+            if request.swapped is not None and not (
+                saved.isdisjoint(request.swapped.host_blocks) and saved_states.isdisjoint(request.swapped.host_states)
+            ):
                 self.kv.swap.discard(request)
                 request.status = RequestStatus.WAITING
         before = self.counters.num_preemptions
         copied = {block for each in undone for _, block in (*each.copies, *each.swap_in)}
+        changed = {slot for each in undone for slot in each.changed_states()}
         for request in list(self.running):
-            if copied.isdisjoint(request.table.held_blocks()):
+            state_kept = request.state is None or request.state.slot not in changed
+            if state_kept and copied.isdisjoint(request.table.held_blocks()):
                 self.kv.trim(request)
             else:
                 self._preempt(request, "step_memory")
@@ -415,5 +422,5 @@ def _num_uneventful_tokens(request: Request) -> int:
     return min(table.capacity + 1 - num_tokens, table.commit_at - num_tokens, before_end)
 
 
-def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool, tuple[int, ...]]]:
-    return cast("Sequence[tuple[Request, int, int, object, bool, tuple[int, ...]]]", plan.rows)
+def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool, tuple[int, ...], object]]:
+    return cast("Sequence[tuple[Request, int, int, object, bool, tuple[int, ...], object]]", plan.rows)

@@ -229,5 +229,6 @@ class StepBuilder:
             draft = drafts.get(request, ()) if drafts else ()
             sample = start + count - len(draft) == end and end - request.num_prompt_tokens < request.sampling.max_tokens
             assert request.block_table is not None  # faster than `request.table`, for every row of every step
-            rows.append(_new_row((request, start, count, request.block_table.ids, sample, draft)))
+            state = None if request.state is None else self._kv.row_state(request, count)
+            rows.append(_new_row((request, start, count, request.block_table.ids, sample, draft, state)))
         return rows

@@ -148,7 +148,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Wanted]] = {
         {"model_type": "jamba", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
         | {"hidden_size": 4096, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16}
         | {"mamba_d_conv": 4, "mamba_expand": 2},
-        Wanted(4 * 2 * 8 * 128 * 2, state=28 * (8192 * 16 * 2 + 3 * 8192 * 2)),
+        Wanted(4 * 2 * 8 * 128 * 2, state=28 * (8192 * 16 * 4 + 3 * 8192 * 2)),
     ),
 }
 

@@ -344,12 +344,12 @@ def test_recurrent_layers_alone_have_state_and_no_blocks(command: CommandLine, t
     answer = outcome.json
     assert (outcome.code, answer["fits"]) == (0, True)
     assert (answer["kv_bytes_per_token"], answer["state_bytes_per_seq"]) == (0, state)
-    assert answer["plan"]["state_bytes"] == 8 * state
+    assert answer["plan"]["state_bytes"] == (8 + 2 + 1) * state, "two for prefixes, one for padding rows"
     assert answer["max_num_seqs"] == 8
     text = command("kv-budget", path, "--gpu", "l4").out
     assert f"= {state:,} B per sequence" in text
     assert "0 B per token" not in text
-    assert any("has recurrent state, which is not supported" in note for note in answer["notes"])
+    assert any("for 8 sequences (--max-num-seqs), and 3 times for" in note for note in answer["notes"])
 
 
 @pytest.mark.parametrize("width", [None, 120, 60])

@@ -9,7 +9,7 @@ from alike import ENGINES, PROMPTS, assert_same, launches_of, requests
 from engines import generate_all, make_engine, sampling
 from fake_graphs import capture_fake_graphs
 from stepping import Stepper, make_sequence
-from tiny_models import ARCHITECTURES, VOCAB_SIZE, build_model
+from tiny_models import ARCHITECTURES, RECURRENT, VOCAB_SIZE, build_model
 
 from llmsched.engine.executor import torch_executor
 from llmsched.engine.executor.torch_executor import TorchExecutor
@@ -32,7 +32,7 @@ def test_outputs_are_the_same(name: str, looks_ahead: bool, monkeypatch: pytest.
     assert (stats.num_swapped_in > 0) is (name == "swap")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *RECURRENT])
 def test_every_architecture_runs_as_graphs(arch: str) -> None:
     params = [sampling(max_tokens=12), sampling(max_tokens=12, temperature=0.8, seed=3), sampling(max_tokens=5)]
     wanted = [*zip(PROMPTS, params, strict=False)]

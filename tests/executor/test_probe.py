@@ -20,6 +20,7 @@ from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.paged import LayerShape
 from llmsched.engine.model.probe import FULL, UNKNOWN, AttentionCall, check_keywords, probe, window_of
+from llmsched.engine.model.recurrent_layers import RecurrentLayers
 from llmsched.kernels.latents import LatentWidths
 
 CPU = torch.device("cpu")
@@ -55,25 +56,30 @@ def from_type(model_type: str, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **changes})).float().eval()
 
 
+def probed(model: Any) -> tuple[dict[int, AttentionCall], int]:
+    return probe(model, RecurrentLayers(model))
+
+
 def executor(model: Any, **settings: Any) -> TorchExecutor:
     return TorchExecutor(model, num_blocks=16, block_size=4, device="cpu", kv_dtype=torch.float32, **settings)
 
 
 def test_shapes_come_from_the_model() -> None:
     shape = LayerShape(kv_heads=2, key_dim=32, value_dim=32)
-    assert probe(build_model("qwen3")) == ([AttentionCall(shape, 32**-0.5, None, None, 4, 4)] * 3, 320)
-    calls, _ = probe(from_type("deepseek_v3", **MLA))
-    assert [call.shape for call in calls] == [LayerShape(kv_heads=1, key_dim=16, value_dim=8)] * 2
-    assert [call.latent for call in calls] == [LatentWidths(rank=16, rope=8, key=16, value=12)] * 2
+    call = AttentionCall(shape, 32**-0.5, None, None, 4, 4)
+    assert probed(build_model("qwen3")) == (dict.fromkeys(range(3), call), 320)
+    calls, _ = probed(from_type("deepseek_v3", **MLA))
+    assert [call.shape for call in calls.values()] == [LayerShape(kv_heads=1, key_dim=16, value_dim=8)] * 2
+    assert [call.latent for call in calls.values()] == [LatentWidths(rank=16, rope=8, key=16, value=12)] * 2
 
 
 def test_options_of_attention_come_from_the_model() -> None:
-    calls, _ = probe(build_model("gemma2"))
-    assert [(call.scale, call.softcap, call.shape.window) for call in calls[:2]] == [
+    calls, _ = probed(build_model("gemma2"))
+    assert [(call.scale, call.softcap, call.shape.window) for call in (calls[0], calls[1])] == [
         (24**-0.5, 5.0, WINDOW),
         (24**-0.5, 5.0, None),
     ]
-    assert all(call.sinks is not None for call in probe(build_model("gpt_oss"))[0])
+    assert all(call.sinks is not None for call in probed(build_model("gpt_oss"))[0].values())
 
 
 def test_latent_attention_of_an_unknown_kind_is_refused() -> None:
@@ -81,7 +87,7 @@ def test_latent_attention_of_an_unknown_kind_is_refused() -> None:
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = torch.nn.Sequential(layer.self_attn.kv_b_proj)
     with pytest.raises(ModelError, match="DeepseekV3ForCausalLM has latent attention of an unknown kind"):
-        probe(model)
+        probed(model)
 
 
 def test_windows_are_recognised_far_beyond_the_probe() -> None:
@@ -105,29 +111,29 @@ def test_windows_are_recognised_far_beyond_the_probe() -> None:
         ("bert", {"is_decoder": False}, "neither causal nor"),
         ("diffllama", {}, "twice"),
         ("nemotron", {}, "does not receive the keywords"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer 0 does not match"),
+        ("recurrent_gemma", {"lru_width": 48, "num_hidden_layers": 3}, "layer 0 does not match"),
     ],
 )
 def test_refused_architectures(model_type: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
-        probe(from_type(model_type, **changes))
+        probed(from_type(model_type, **changes))
 
 
 def test_tokens_that_meet_outside_attention_are_refused() -> None:
     model = build_model("llama")
     model.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: output + output.roll(1, dims=1))
     with pytest.raises(ModelError, match="mixes tokens outside attention"):
-        probe(model)
+        probed(model)
 
 
 def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     model = build_model("mistral")
     model.config.sliding_window = None
-    probe(model)
+    probed(model)
     gemma = build_model("gemma2")
     gemma.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(ModelError, match=f"layer 0 gets a sliding window of no tokens but its mask has {WINDOW}"):
-        probe(gemma)
+        probed(gemma)
 
 
 def test_unknown_keywords_are_refused() -> None:

@@ -24,7 +24,9 @@ PROMPTS = st.tuples(st.sampled_from(TEXTS), st.integers(1, 50), st.lists(st.inte
 )
 #: Windows of less than a block, of a block and a bit, of all but the longest.
 WINDOWS = st.sampled_from([1, 2, 3, 8, 9, 10, 18, 30, 41])
-LAYOUTS = st.just(KVLayout(BLOCK)) | st.builds(KVLayout, st.just(BLOCK), st.integers(0, 2), st.integers(1, 3), WINDOWS)
+RECURRENT = st.sampled_from([KVLayout(BLOCK, recurrent=True), KVLayout(BLOCK, 0, recurrent=True)])
+WINDOWED = st.builds(KVLayout, st.just(BLOCK), st.integers(0, 2), st.integers(1, 3), WINDOWS)
+LAYOUTS = st.just(KVLayout(BLOCK)) | WINDOWED | RECURRENT
 SALTS = st.sampled_from(["", "", "tenant"])
 
 
@@ -47,7 +49,8 @@ class KVLife(RuleBasedStateMachine):
         self.kv = self.driver.kv
 
     def fits(self, request: Request) -> bool:
-        return self.kv.num_missing(request, self.kv.prefix_cache.find(request)) <= self.kv.pool.num_available
+        missing = self.kv.num_missing(request, self.kv.prefix_cache.find(request))
+        return not self.driver.is_full and missing <= self.kv.pool.num_available
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), salt=SALTS)
     def come(self, prompts: list[list[int]], salt: str) -> None:
@@ -55,7 +58,7 @@ class KVLife(RuleBasedStateMachine):
             self.come_alone(prompt, salt)
 
     def come_alone(self, prompt: list[int], salt: str) -> None:
-        if self.kv.layout.num_blocks(len(prompt)) <= self.kv.pool.num_available:
+        if not self.driver.is_full and self.kv.layout.num_blocks(len(prompt)) <= self.kv.pool.num_available:
             request = self.driver.come(prompt, salt=salt, name=f"r{len(self.requests)}")
             assert request.num_computed_tokens < len(prompt)
             self.requests.append(request)
@@ -145,7 +148,7 @@ class KVLife(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.kv.pool.drop_cached()
+        self.kv.prefix_cache.drop()
 
     @invariant()
     def books_balance(self) -> None:
@@ -167,16 +170,19 @@ class KVLife(RuleBasedStateMachine):
             self.driver.leave(request)
         for request in self.driver.swapped:
             self.kv.swap.discard(request)
-        self.kv.swap.take()
-        assert self.kv.swap.num_free == self.kv.swap.num_blocks
+        for places in (self.kv.swap.blocks, self.kv.swap.states):
+            places.take()
+            assert places.num_free == places.count
         for request in self.requests:
             output = request.token_ids[request.num_prompt_tokens :]
             assert output == reference(request.token_ids[: request.num_prompt_tokens], len(output))
         assert self.kv.pool.num_used == self.kv.pins.num_blocks
         for state in self.kv.pins.states():
             self.kv.pins.delete(state.pin_id)
-        self.kv.pool.drop_cached()
+        self.kv.prefix_cache.drop()
         assert self.kv.pool.num_free == self.kv.pool.num_blocks
+        if self.kv.states is not None:
+            assert self.kv.states.pool.num_free == self.kv.states.pool.num_blocks
         assert len(self.kv.prefix_cache.tree) == 0
         assert not self.kv.prefix_cache.tree._roots
         assert self.kv.prefix_cache.in_flight.requests() == []

@@ -153,7 +153,7 @@ def test_a_lost_host_block_is_detected() -> None:
     request = started(driver, tokens(40))
     driver.swap_out(request)
     driver.swapped.clear()
-    with pytest.raises(AssertionError, match="a host block is lost"):
+    with pytest.raises(AssertionError, match="a place in host memory is lost"):
         driver.check()
 
 

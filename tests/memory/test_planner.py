@@ -242,7 +242,8 @@ def test_recurrent_state_is_reserved_per_sequence_and_bounds_them() -> None:
     hybrid = (LayerGroup("full", 6, 2, 128, 128), LayerGroup("state", 23, state_bytes=2 * MIB))
     model = shape(weights=GIB, groups=hybrid, max_position=4096)
     plan = planned(gpu(24), model, max_num_seqs=10)
-    assert plan.state_bytes == 10 * 23 * 2 * MIB
+    assert plan.state_bytes == (10 + 2 + 1) * 23 * 2 * MIB, "two for prefixes, one for padding rows"
+    assert planned(gpu(24), model, max_num_seqs=10, enable_prefix_caching=False).state_bytes == 11 * 23 * 2 * MIB
     assert plan.max_num_seqs == 10
     assert planned(gpu(24), model, max_num_seqs=20).available_kv_bytes < plan.available_kv_bytes
 
@@ -256,7 +257,7 @@ def test_recurrent_layers_alone_need_no_blocks() -> None:
     recurrent = shape(weights=GIB, groups=(LayerGroup("state", 64, state_bytes=2653696),), max_position=None)
     plan = planned(gpu(24), recurrent, max_num_seqs=20)
     assert plan.fits
-    assert (plan.num_blocks, plan.kv_bytes_per_token, plan.state_bytes) == (0, 0, 20 * 169836544)
+    assert (plan.num_blocks, plan.kv_bytes_per_token, plan.state_bytes) == (0, 0, 26 * 169836544)
     assert (plan.num_seqs_at(512), plan.num_seqs_at(1 << 20), plan.num_admitted_at(512)) == (20, 20, 20)
     assert plan.available_kv_bytes == plan.budget_bytes - plan.fixed_bytes
     crowded = planned(gpu(24), recurrent, max_num_seqs=200)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from tiny_models import ARCHITECTURES, build_config, build_model
+from tiny_models import RECURRENT as RECURRENT_MODELS
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.loader import load_config
 from llmsched.engine.model.source import locate
-from llmsched.engine.model.support import _INDEXED, _RECURRENT, DECODERS, check_supported, refusal_of_file
+from llmsched.engine.model.support import _INDEXED, DECODERS, RECURRENT, check_supported, refusal_of_file
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-QWEN3_NEXT = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> str:
@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "modelopt": (quantised("modelopt", quant_algo="W4A8_AWQ"), r"\(modelopt W4A8_AWQ: quant_algo W4A8_AWQ\)"),
     "own attention": ({"model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"]}, "attention interface"),
     "recurrent": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
-    "hybrid": (QWEN3_NEXT, "Qwen3NextForCausalLM.*recurrent"),
+    "hybrid": ({"model_type": "zamba", "architectures": ["ZambaForCausalLM"]}, "ZambaForCausalLM.*recurrent"),
     "chunks": ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "chunked_attention"),
 }
 
@@ -90,7 +90,7 @@ def test_refused_in_one_line_before_weights_are_looked_for(case: str, tmp_path: 
     assert reason is None or re.search(message, reason), "the file alone never says otherwise"
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *RECURRENT_MODELS])
 def test_configuration_alone_is_enough(arch: str, tmp_path: Path) -> None:
     config = build_config(arch)
     config.architectures = [type(build_model(arch)).__name__]
@@ -129,14 +129,14 @@ def test_code_from_the_directory_is_never_run(tmp_path: Path) -> None:
         load_config(locate(spec))
 
 
-@pytest.mark.parametrize("model_type", sorted(DECODERS | _RECURRENT | _INDEXED))
+@pytest.mark.parametrize("model_type", sorted(DECODERS | RECURRENT | _INDEXED))
 def test_config_json_and_model_class_agree(model_type: str) -> None:
     from transformers import AutoConfig
 
-    name = (DECODERS | _RECURRENT | _INDEXED)[model_type]
+    name = (DECODERS | RECURRENT | _INDEXED)[model_type]
     config = AutoConfig.for_model(model_type, architectures=[name])
     content = {"model_type": model_type, "architectures": [name]}
-    if model_type in DECODERS:
+    if model_type in DECODERS | RECURRENT:
         check_supported(config, "m")
         assert refusal_of_file(content) == (True, None)
         return

@@ -18,6 +18,7 @@ LAYOUTS = {
     "full": KVLayout(BLOCK),
     "some windows": KVLayout(BLOCK, 1, 2, 9),
     "windows": KVLayout(BLOCK, 0, 1, 40),
+    "recurrent": KVLayout(BLOCK, recurrent=True),
 }
 MODES: dict[str, dict[str, Any]] = {
     "recompute": {},
@@ -44,7 +45,7 @@ def test_every_request_gets_its_tokens(layout: str, mode: str, seed: int, looks_
     def sometimes_fails(plan: StepPlan) -> Any:
         nonlocal failed, plans_with_copies
         if random.random() < 0.33:
-            it.executor.exhausted = [random.randint(0, 3 + len(plan.rows))]
+            it.executor.exhausted = [random.randint(0, 4 + len(plan.rows))]
             failed += 1
             plans_with_copies += bool(plan.copies or plan.swap_in or plan.swap_out)
         return launch(plan)

@@ -16,8 +16,9 @@ from llmsched.engine.errors import RequestError
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.request import FinishReason, Request, RequestStatus
 
-#: Mostly without windows; with windows of less than a block, and of several.
+#: Mostly without windows; with windows of less than a block, and of several; with recurrent layers.
 LAYOUTS = [KVLayout(BLOCK)] * 3 + [KVLayout(BLOCK, 1, 1, 9), KVLayout(BLOCK, 1, 2, 40), KVLayout(BLOCK, 0, 1, 40)]
+LAYOUTS += [KVLayout(BLOCK, recurrent=True)] * 2 + [KVLayout(BLOCK, 0, recurrent=True)]
 #: Preemption mode, host blocks, seconds to copy a block (a step takes one second).
 SWAPS = [("recompute", 0, 0.0), ("swap", 3, 0.0), ("swap", 100, 0.0), ("auto", 100, 1e-4), ("auto", 100, 0.1)]
 PREFIXES = [[seed * 17 + i * 3 for i in range(70)] for seed in range(3)]
@@ -81,7 +82,7 @@ class SchedulerLife(RuleBasedStateMachine):
             output_prediction=prediction,
             max_model_len=self.capacity + 1,
             preemption_mode=swap[0],
-            swap_blocks=swap[1] * layout.num_groups,
+            swap_blocks=swap[1] * max(1, layout.num_groups),
             layout=layout,
             looks_ahead=self.looks_ahead,
             max_pinned_blocks=pinned,
@@ -188,7 +189,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.harness.scheduler.kv.pool.drop_cached()
+        self.harness.scheduler.kv.prefix_cache.drop()
 
     @invariant()
     def books_balance(self) -> None:

@@ -19,6 +19,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.states import num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.loader import ModelInfo
@@ -72,6 +73,9 @@ def make_engine(
     settings |= {"output_prediction": "none"} | config
     adapters = read_adapters(settings.get("lora"))
     layout = layout_of(arch, settings["block_size"], settings["max_model_len"])
+    config = resolved(**settings | {"swap_space": swap_blocks})
+    num_states = num_state_slots(config.max_num_seqs, enable_prefix_caching=config.enable_prefix_caching)
+    host_states = min(swap_blocks, config.max_num_seqs) if layout.recurrent else 0
     executor = TorchExecutor(
         model(arch),
         num_blocks=num_blocks,
@@ -79,16 +83,16 @@ def make_engine(
         device="cpu",
         kv_dtype=kv_dtype,
         num_host_blocks=swap_blocks,
+        num_states=num_states,
+        num_host_states=host_states,
         layout=layout,
         adapters=Adapters.fit(model(arch), adapters) if adapters else None,
     )
     executor.looks_ahead = looks_ahead
     if graphs:
         capture_fake_graphs(executor, MAX_GRAPH, settings["max_model_len"])
-    swap = SwapSpace(swap_blocks, executor.kv_cache_bytes // num_blocks)
-    settings["swap_space"] = swap_blocks * swap.block_bytes
+    swap = SwapSpace(swap_blocks, executor.kv_cache_bytes // max(1, num_blocks), host_states)
     info = ModelInfo(arch, arch, VOCAB_SIZE, MAX_POSITION, frozenset({EOS}))
-    config = resolved(**settings)
     return Engine(config, info, tokenizer(), executor, make_kv(config, num_blocks, swap, layout), clock=clock)
 
 

@@ -15,6 +15,7 @@ from configs import resolved
 from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
+from llmsched.engine.kv.states import StateMoves, num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import FinishReason, Request, SamplingParams, Sequence
 from llmsched.engine.step_loop import StepLoop
@@ -66,11 +67,14 @@ class FakeExecutor(Executor):
     A launched step runs only when its result or that of a later step is collected. If `looks_ahead` is set, a step may
     use tokens of the step before, even if the result of that step has not been collected.
 
-    `model` gives the next token after some tokens. A step takes `elapsed` seconds, and `per_swapped_block` seconds more
-    for each block that is copied from or to host memory. Rows of the requests whose ids are in `failing` fail. The
-    parts of a step are the three kinds of copies (swap-out, copy-on-write, swap-in) and then each row. Each number in
-    `exhausted` makes one step run out of memory after that many parts: in `launch` if the step has an even number of
-    rows, else in `collect`.
+    `model` gives the next token after some tokens. The recurrent state in a slot is the token ids from which it was
+    computed.
+
+    A step takes `elapsed` seconds, and `per_swapped_block` seconds more for each block that is copied from or to host
+    memory. Rows of the requests whose ids are in `failing` fail. The parts of a step are the three kinds of copies
+    (swap-out, copy-on-write, swap-in), the copies of recurrent states, and then each row. Each number in `exhausted`
+    makes one step run out of memory after that many parts: in `launch` if the step has an even number of rows, else in
+    `collect`.
     """
 
     elapsed = 1.0
@@ -82,6 +86,8 @@ class FakeExecutor(Executor):
         self.layout = layout or KVLayout(block_size)
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.host = np.full((num_host_blocks, block_size), -2, dtype=np.int64)
+        self.states: dict[int, list[int]] = {}
+        self.host_states: dict[int, list[int]] = {}
         self.block_size = block_size
         self.plans: list[StepPlan] = []
         self.failing: set[str] = set()
@@ -121,6 +127,7 @@ class FakeExecutor(Executor):
             partial(self._move, self.kv, self.host, plan.swap_out),
             partial(self._copy, plan.copies),
             partial(self._move, self.host, self.kv, plan.swap_in),
+            partial(self._move_states, plan.state_moves),
             *(partial(self._write, row, ids) for row, ids in zip(step.rows, step.token_ids, strict=True)),
         ]
         for part in parts[: step.exhausted]:
@@ -146,8 +153,18 @@ class FakeExecutor(Executor):
             assert (self.kv[source] == before[source]).all(), "a copy of a copy"
             self.kv[destination] = self.kv[source]
 
+    def _move_states(self, moves: StateMoves) -> None:
+        self.host_states |= {host: self.states[slot] for slot, host in moves.swap_out}
+        self.states |= {slot: self.states[source] for source, slot in moves.copies}
+        self.states |= {slot: self.host_states[host] for host, slot in moves.swap_in}
+
     def _write(self, row: ScheduledRow, token_ids: list[int]) -> None:
         assert row.num_tokens > 0
+        if row.state is not None:
+            before = self.states.get(row.state.slot, [-9]) if row.start else []  # a spoilt step has no state
+            for at, slot in [*row.state.saves, (row.start + row.num_tokens, row.state.slot)]:
+                assert row.start < at <= row.start + row.num_tokens
+                self.states[slot] = before + token_ids[row.start : at]
         for position in range(row.start, row.start + row.num_tokens):
             blocks = row.block_table[:, position // self.block_size]
             assert len(set(blocks.tolist())) == len(blocks), "two groups write to one block"
@@ -160,6 +177,8 @@ class FakeExecutor(Executor):
             start = 0 if group < self.layout.full_groups else max(0, row.start - self.layout.window + 1)
             held = self.kv[table].reshape(-1)[start:end].tolist()
             assert held == token_ids[start:end], f"{row.sequence.request_id}: the KV is not its own"
+        if row.state is not None:
+            assert self.states[row.state.slot] == token_ids[:end], f"{row.sequence.request_id}: not its own state"
         if not row.sample:
             return RowResult(error="told to fail" if row.sequence.request_id in self.failing else None)
         first, *more = (self.model(token_ids[: end - later]) for later in range(len(row.draft), -1, -1))
@@ -212,7 +231,10 @@ class Harness(StepLoop):
             layout or KVLayout(BLOCK),
             enable_prefix_caching=caching,
             max_pinned_blocks=max_pinned_blocks,
-            swap=SwapSpace(swap_blocks, BLOCK_BYTES),
+            swap=SwapSpace(swap_blocks, BLOCK_BYTES, swap_blocks and max_num_seqs // 2),
+            num_states=num_state_slots(max_num_seqs, enable_prefix_caching=caching),
+            max_pinned_states=1,
+            max_running=max_num_seqs,
         )
         super().__init__(config, kv, FakeExecutor(num_blocks, BLOCK, swap_blocks, layout), lambda: self.time)
         self.executor.looks_ahead = looks_ahead

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 from stepping import Stepper, make_sequence
-from tiny_models import ARCHITECTURES, RARE_ARCHITECTURES, REFUSED_ARCHITECTURES, VOCAB_SIZE, build_model
+from tiny_models import ARCHITECTURES, RARE_ARCHITECTURES, RECURRENT, REFUSED_ARCHITECTURES, VOCAB_SIZE, build_model
 
 from llmsched.engine.architecture.geometry import Geometry, kv_geometry
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.model.support import refusal
 
 FILE = Path(__file__).parents[2] / "cli" / "serve" / "FAMILIES.md"
-SERVED = [*ARCHITECTURES, *RARE_ARCHITECTURES]
+SERVED = [*ARCHITECTURES, *RARE_ARCHITECTURES, *RECURRENT]
 LENGTHS = (37, 5, 64)
 
 _HEAD = """# Model families
@@ -30,8 +31,9 @@ gives the logits of transformers within 1e-4 in float32, for mixed and for chunk
 - transformers: the modules of transformers compute the layers, with the engine's attention and KV cache.
 - refused: `serve` and `kv-budget` give this reason.
 
-KV says what layers keep: the keys and values of all tokens (full), or of the last tokens (window). Other decoders that
-use transformers' attention interface are served too. `llmsched verify MODEL` checks any model.
+KV says what layers keep: the keys and values of all tokens (full), or of the last tokens (window), or a recurrent
+state per sequence (state). Other decoders that use transformers' attention interface are served too. `llmsched verify
+MODEL` checks any model.
 
 | model_type | class | served | KV |
 | --- | --- | --- | --- |
@@ -47,7 +49,9 @@ def prompts() -> list[list[int]]:
 @cache
 def executor(arch: str) -> TorchExecutor:
     model = build_model(arch, seed=3)
-    return TorchExecutor(model, num_blocks=120, block_size=4, device="cpu", kv_dtype=torch.float32)
+    sizes = {"num_blocks": 120, "block_size": 4, "num_states": len(LENGTHS)}
+    layout = KVLayout(4, full_groups=bool(kv_geometry(model.config).caches_kv))
+    return TorchExecutor(model, **sizes, layout=layout, device="cpu", kv_dtype=torch.float32)
 
 
 def difference(arch: str, chunks: tuple[int, ...]) -> float:

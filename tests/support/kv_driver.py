@@ -7,9 +7,12 @@ from fakes import FakeExecutor, make_request
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.prefix_tree import PrefixHit, PrefixNode
+from llmsched.engine.kv.prefix_tree import PrefixHit, PrefixNode, encode
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import Request
+
+#: Most running requests of a model with recurrent layers.
+MAX_RUNNING = 4
 
 
 class KVDriver:
@@ -23,11 +26,22 @@ class KVDriver:
         num_host_blocks: int = 0,
         layout: KVLayout | None = None,
     ) -> None:
-        swap = SwapSpace(num_host_blocks)
-        self.kv = KVManager(num_blocks, layout or KVLayout(block_size), max_pinned_blocks=max_pinned_blocks, swap=swap)
+        self.kv = KVManager(
+            num_blocks,
+            layout or KVLayout(block_size),
+            max_pinned_blocks=max_pinned_blocks,
+            swap=SwapSpace(num_host_blocks, num_states=num_host_blocks and 2),
+            num_states=MAX_RUNNING + 3,
+            max_pinned_states=2,
+            max_running=MAX_RUNNING,
+        )
         self.executor = FakeExecutor(num_blocks, block_size, num_host_blocks, layout)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
+
+    @property
+    def is_full(self) -> bool:
+        return self.kv.states is not None and len(self.running) == MAX_RUNNING
 
     def come(self, prompt: list[int], max_tokens: int = 100, salt: str = "", name: str | None = None) -> Request:
         """Admit a new request with this prompt, and return the request."""
@@ -64,9 +78,12 @@ class KVDriver:
             start = request.num_computed_tokens
             count = self.kv.reach(request, start + min(chunk, request.num_tokens - start)) - start
             assert count > 0
-            sample = start + count == request.num_tokens
-            rows.append(ScheduledRow(request, start, count, request.table.ids, sample))
-        results = self.executor.execute(StepPlan(rows, (), self.kv.copies.take(), *self.kv.swap.take())).rows
+            sample, state = start + count == request.num_tokens, self.kv.row_state(request, count)
+            rows.append(ScheduledRow(request, start, count, request.table.ids, sample, state=state))
+        moves = self.kv.take_state_moves()
+        results = self.executor.execute(
+            StepPlan(rows, (), self.kv.copies.take(), *self.kv.swap.take(), state_moves=moves)
+        ).rows
         for row, result in zip(rows, results, strict=True):
             request = row.sequence
             assert isinstance(request, Request)
@@ -92,7 +109,7 @@ class KVDriver:
     def may_swap(self, request: Request) -> bool:
         """Return True if a step has computed tokens of the request since its admission and host memory has room."""
         written = request.num_computed_tokens > request.table.num_initial
-        return written and self.kv.num_swapped(request) <= self.kv.swap.num_free
+        return written and self.kv.may_swap(request, self.kv.num_swapped(request))
 
     def serve(self, prompt: list[int], salt: str = "") -> Request:
         """Admit a new request, compute its prompt in one step, release it, and return it."""
@@ -102,13 +119,16 @@ class KVDriver:
         return request
 
     def check(self) -> None:
-        """Check the manager's integrity, and that each block in the prefix tree has the KV of its node's tokens."""
+        """Check the manager's integrity, and that each node of the prefix tree has the KV and state of its tokens."""
         self.kv.check_integrity(self.running, self.swapped)
         for root in self.kv.prefix_cache.tree._roots.values():
-            self._check_below(root)
+            self._check_below(root, b"")
 
-    def _check_below(self, node: PrefixNode) -> None:
+    def _check_below(self, node: PrefixNode, prefix: bytes) -> None:
         for child in node.children.values():
+            tokens = prefix + child.key
+            if child.state is not None:
+                assert encode(self.executor.states[child.state]) == tokens, f"state {child.state}"
             for block in child.blocks + child.window_blocks:
                 assert self.executor.kv[block].astype("int32").tobytes() == child.key, f"block {block}"
-            self._check_below(child)
+            self._check_below(child, tokens)

@@ -10,6 +10,7 @@ import torch
 
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.states import RowState
 from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
 
 
@@ -44,7 +45,8 @@ class Stepper:
         sequence, start = self.sequences[index], self.computed[index]
         count = min(chunk, sequence.num_tokens - start)
         end = start + count == sequence.num_tokens
-        return ScheduledRow(sequence, start, count, self.tables[index], sample=end) if count else None
+        state = RowState(index) if self.executor.state_bytes else None
+        return ScheduledRow(sequence, start, count, self.tables[index], sample=end, state=state) if count else None
 
     def rows(self, chunks: ListLike[int], offset: int = 0) -> list[tuple[int, ScheduledRow]]:
         """Return the rows of a step with the indices of their sequences.

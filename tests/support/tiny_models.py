@@ -255,29 +255,99 @@ RARE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+#: The same for models with recurrent layers.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32},
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16},
+            **{"linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{"shared_expert_intermediate_size": 48, "initializer_range": 0.1},
+        },
+    ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32},
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16},
+            **{"linear_value_head_dim": 8},
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        {
+            **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size")),
+            **{"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 8, "expand": 2},
+        },
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 12, "mamba_n_groups": 2},
+            **{"mamba_chunk_size": 8, "key_multiplier": 0.7, "ssm_out_multiplier": 0.8, "head_dim": 16},
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **{"layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4, "head_dim": 16},
+            **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 8},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{"moe_shared_expert_intermediate_size": 48, "initializer_range": 0.05},
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            **{"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 12, "mamba_dt_rank": 4},
+        },
+    ),
+    "bamba": (
+        "bamba",
+        {
+            **{"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12},
+            **{"mamba_n_groups": 2, "mamba_chunk_size": 8},
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **{"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 16},
+            **{"mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 8, "num_local_experts": 4},
+            **{"num_experts_per_tok": 2, "shared_intermediate_size": 48},
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **{"layer_types": ["conv", "full_attention", "conv"], "num_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "num_dense_layers": 1},
+        },
+    ),
+}
+
 #: Classes of models that are refused, by model type.
 REFUSED_ARCHITECTURES = {
-    "bamba": "BambaForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "diffllama": "DiffLlamaForCausalLM",
     "doge": "DogeForCausalLM",
-    "falcon_h1": "FalconH1ForCausalLM",
     "falcon_mamba": "FalconMambaForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
-    "jamba": "JambaForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mamba": "MambaForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
     "rwkv": "RwkvForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
 }
 
 
 def build_config(arch: str, **overrides: Any) -> Any:
     """Return the config of a small model of `arch`. `overrides` replace values; None removes the key."""
-    model_type, changes = (ARCHITECTURES | RARE_ARCHITECTURES)[arch]
+    model_type, changes = (ARCHITECTURES | RARE_ARCHITECTURES | RECURRENT)[arch]
     merged = {**_COMMON, **changes, **overrides}
     keep = {"sliding_window", "eos_token_id", "bos_token_id", "pad_token_id"}
     values = {key: value for key, value in merged.items() if value is not None or key in keep}

@@ -1,0 +1,212 @@
+"""Slots for recurrent state: one for each running sequence, and snapshots of prefixes in the prefix cache.
+
+The KV of a prefix can be reused from any block on, but recurrent state only where it was saved. Snapshots are saved at
+block boundaries: at the end of a prompt, where prompts part, and at the newest boundary that a sequence has reached.
+The first two follow Marconi (Pan et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llmsched.engine.kv.pool import BlockPool
+from llmsched.engine.kv.prefix_tree import PrefixNode
+from llmsched.engine.kv.table import BlockTable
+from llmsched.engine.request import Request
+
+#: Slots for snapshots: at least LEAST_SNAPSHOTS, and a share of max_num_seqs. Slots of sequences that do not run hold
+#: snapshots too.
+LEAST_SNAPSHOTS, SNAPSHOT_SHARE = 2, 0.25
+
+
+def num_state_slots(max_num_seqs: int, *, enable_prefix_caching: bool) -> int:
+    """Return how many slots a model with recurrent state needs."""
+    return max_num_seqs + (max(LEAST_SNAPSHOTS, int(SNAPSHOT_SHARE * max_num_seqs)) if enable_prefix_caching else 0)
+
+
+class RowState(NamedTuple):
+    """Recurrent state of one row of a step."""
+
+    slot: int  # holds the state after the tokens before the row; the step replaces it by the state after the row
+    #: Pairs (number of tokens, slot), in ascending order: the state after this many tokens is copied to the slot.
+    saves: Sequence[tuple[int, int]] = ()
+
+
+class StatePiece(NamedTuple):
+    """Consecutive tokens of one sequence in a batch, with the slots of the recurrent state before and after them."""
+
+    first: int  # index of the first token in the batch
+    end: int
+    source: int
+    destination: int
+    begins: bool  # True if the tokens are the sequence's first ones
+
+
+class StateMoves(NamedTuple):
+    """Copies of recurrent states before a step: `swap_out` first, then `copies`, then `swap_in`.
+
+    All sources of `copies` are read before anything is written.
+    """
+
+    copies: Sequence[tuple[int, int]] = ()  # (source, destination)
+    swap_out: Sequence[tuple[int, int]] = ()  # (slot, host slot)
+    swap_in: Sequence[tuple[int, int]] = ()  # (host slot, slot)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """Recurrent state of a running request."""
+
+    slot: int
+    save_at: set[int]  # numbers of tokens after which a snapshot is kept even when the sequence is longer
+    saves: list[tuple[int, int]] = field(default_factory=list)  # of rows whose steps are not settled, see RowState
+    newest: PrefixNode | None = None  # has a snapshot that the next one replaces
+
+
+class StateSlots:
+    """Slots 0 .. num_slots-1 of recurrent states.
+
+    Each running request has one slot. Nodes of the prefix tree have the others, which are evicted like cached blocks;
+    then `on_evict` is called with the node. At most `max_running` requests run at the same time.
+    """
+
+    def __init__(
+        self, num_slots: int, max_running: int, block_size: int, on_evict: Callable[[PrefixNode], None]
+    ) -> None:
+        self.pool = BlockPool(num_slots, self._forget)
+        self._nodes: dict[int, PrefixNode] = {}
+        self._on_evict = on_evict
+        self._block_size = block_size
+        self._num_idle = max_running  # requests that may still start
+        self._source_of: dict[int, int] = {}
+
+    @property
+    def num_spare(self) -> int:
+        """Number of slots that requests need not get before they run."""
+        return self.pool.num_available - self._num_idle
+
+    def open(self, request: Request, source: int | None, save_at: Iterable[int]) -> None:
+        """Give an admitted request a slot, whose state is copied from the snapshot `source` (None: it is not copied).
+
+        Snapshots are saved after the numbers of tokens `save_at`.
+        """
+        if source is not None:  # it becomes the most recently used
+            self.pool.acquire([source], shared=request.num_preemptions == 0)
+            self.pool.release([source])
+        [slot] = self.pool.allocate(1)
+        self._num_idle -= 1
+        self._source_of.pop(slot, None)
+        if source is not None and slot != source:
+            self._source_of[slot] = source
+        request.state = SequenceState(slot, set(save_at))
+
+    def close(self, request: Request) -> None:
+        """Release the slots of a request that has finished or is preempted."""
+        state = _state_of(request)
+        self.pool.release([state.slot, *(slot for _, slot in state.saves)])
+        self._num_idle += 1
+        request.state = None
+
+    def row(self, request: Request, start: int, end: int, *, save: bool) -> RowState:
+        """Return the state of a row with the request's tokens `start` to `end` - 1.
+
+        If `save` is True, slots are allocated for its snapshots while there are spare ones.
+        """
+        state = _state_of(request)
+        at_end = end % self._block_size == 0
+        if not save or not (at_end or state.save_at):
+            return RowState(state.slot)
+        saves = []
+        for at in sorted(at for at in state.save_at if start < at < end) + [end] * at_end:
+            planned = at in state.save_at
+            if self.num_spare > (0 if planned else 1) and (planned or self._may_follow(state)):
+                saves.append((at, self.pool.allocate(1)[0]))
+        state.saves += saves
+        return RowState(state.slot, saves)
+
+    def _may_follow(self, state: SequenceState) -> bool:
+        """Return True if a snapshot may follow the newest one, and make room for it.
+
+        A sequence that gets ever longer evicts at most one snapshot of others.
+        """
+        if self.pool.num_free or state.newest is None:
+            return True
+        slot = state.newest.state
+        self._drop_unused(state.newest)
+        return slot is not None and state.newest.state is None
+
+    def num_saved_tokens(self, request: Request) -> int:
+        """Return the largest number of tokens of a snapshot that `commit(...)` would take, or 0 if there is none."""
+        places = (at for at, _ in _state_of(request).saves if at <= request.num_computed_tokens)
+        return max(places, default=0)
+
+    def commit(self, request: Request) -> None:
+        """Give the snapshots that settled steps have saved to the nodes of their prefixes.
+
+        The request's blocks must be in the prefix tree up to the last snapshot. A snapshot whose node has one already
+        is dropped.
+        """
+        state = _state_of(request)
+        while state.saves and state.saves[0][0] <= request.num_computed_tokens:
+            at, slot = state.saves.pop(0)
+            node = node_at(request.table, at // self._block_size)
+            if node.state is not None:
+                self.pool.release([slot])
+                continue
+            if state.newest is not None and state.newest is not node:
+                self._drop_unused(state.newest)
+            state.newest = None if at in state.save_at else node
+            node.state, self._nodes[slot] = slot, node
+            self.pool.set_findable([slot])
+            self.pool.release([slot])
+
+    def _drop_unused(self, node: PrefixNode) -> None:
+        """Drop the snapshot of a node if no other request has used it."""
+        if node.state is not None and self.pool.is_private(node.state):
+            self.pool.evict(node.state)
+
+    def _forget(self, slot: int) -> Sequence[int]:
+        node = self._nodes.pop(slot)
+        node.state = None
+        self._on_evict(node)
+        return ()
+
+    def check_integrity(self, running: Iterable[Request], pinned: Iterable[int]) -> None:
+        """Raise AssertionError unless each slot is held by one running request, or is free, cached or in `pinned`."""
+        held = Counter(pinned)
+        for request in running:
+            state = _state_of(request)
+            held.update([state.slot, *(slot for _, slot in state.saves)])
+        self.pool.check_integrity(held)
+        assert all(node.state == slot for slot, node in self._nodes.items()), "a node lost its snapshot"
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the copies (source, destination) that were noted since the last call."""
+        copies = [(source, slot) for slot, source in self._source_of.items()]
+        self._source_of.clear()
+        return copies
+
+
+def node_at(table: BlockTable, num_blocks: int) -> PrefixNode:
+    """Return the node of the table's first `num_blocks` blocks, which must be in the prefix tree."""
+    node = table.node
+    for _ in range(table.num_findable - num_blocks):
+        node = node and node.parent
+    assert node is not None
+    return node
+
+
+def num_saved_blocks(table: BlockTable) -> int:
+    """Return the number of blocks before the last snapshot among the table's nodes in the prefix tree."""
+    node, count = table.node, table.num_findable
+    while count and node is not None and node.state is None:
+        node, count = node.parent, count - 1
+    return count
+
+
+def _state_of(request: Request) -> SequenceState:
+    assert request.state is not None, f"request {request.request_id} has no recurrent state"
+    return request.state
