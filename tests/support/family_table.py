@@ -86,10 +86,11 @@ def _row(*cells: str) -> str:
 
 def _kv(geometry: Geometry, layers: int) -> str:
     kinds = " and ".join(dict.fromkeys(group.kind for group in geometry.groups)).replace("mla", "latent (MLA)")
-    if len({(group.kv_heads, group.head_dim_k) for group in geometry.groups}) > 1:
+    attention = [group for group in geometry.groups if group.kind != "state"]
+    if len({(group.kv_heads, group.head_dim_k) for group in attention}) > 1:
         kinds += ", of different shapes"
-    shared = layers - sum(group.layers for group in geometry.groups)
-    return kinds + (", some layers share that of others" if shared else "")
+    shared = layers - sum(group.layers for group in attention)
+    return kinds + (", some layers share that of others" if shared and len(attention) == len(geometry.groups) else "")
 
 
 def table() -> str:
