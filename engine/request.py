@@ -14,7 +14,7 @@ from llmsched.engine.kv.prefix_tree import PrefixKey
 
 if TYPE_CHECKING:
     from llmsched.engine.grammar.compiler import Grammar, Matcher
-    from llmsched.engine.kv.states import SequenceState
+    from llmsched.engine.kv.sequence_state import SequenceState
     from llmsched.engine.kv.table import BlockTable, SwappedKV
 
 MAX_N = 128

@@ -31,7 +31,7 @@ from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.states import RowState, StateMoves
+from llmsched.engine.kv.sequence_state import RowState, StateMoves
 from llmsched.engine.memory.activations import LOGITS_BYTES
 from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
 from llmsched.engine.model.adapters import Adapters

@@ -10,7 +10,7 @@ import torch
 
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.kv.states import RowState
+from llmsched.engine.kv.sequence_state import RowState
 from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
 
 
