@@ -3,28 +3,34 @@
 python tests/bench/bench_speculation.py [--rounds 5] [--clients 1 8] [--loads edits summaries prose] [--tokens 200]
 
 Tokens/s with `--speculative` auto and ngram as multiples of those without, on one engine, in turn: medians over the
-rounds, with the smallest and the largest. Edits repeat code of the prompt with a change, summaries use its phrases, and
-prose is sampled at temperature 1, so that it hardly repeats. CPU ratios compare the CPU time that the process used,
-which other programs change less. About 15 minutes on two cores.
+rounds, with the smallest and the largest. Edits are the second of two renamings in a conversation about code, summaries
+use phrases of a text, and prose is sampled at temperature 1, so that it hardly repeats. CPU ratios compare the CPU time
+that the process used, which other programs change less. About 15 minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmsched.engine import Engine, EngineConfig, SamplingParams, build_engine
 from llmsched.engine.config import Speculation
+from llmsched.engine.text import stop
 from llmsched.engine.text.chat import render_chat
 
 MODES: tuple[Speculation, ...] = ("off", "auto", "ngram")
-SOURCES = ("engine/text/stop.py", "engine/percentiles.py", "engine/scheduler/headroom.py", "engine/executor/rng.py")
-RENAMED = "# The same file. Only the names of local variables differ.\n"
+#: Code, and names to replace in two edits, one after the other.
+EDITS: tuple[tuple[Any, str, str, str, str], ...] = (
+    (stop.StopMatcher.push, "buffer", "text_so_far", "certain", "num_certain"),
+    (stop._borders, "borders", "table", "length", "size"),
+    (stop.StopMatcher._advance, "matched", "count", "met", "longest"),
+    (stop.StopMatcher.flush, "held", "kept", "matched", "counts"),
+)
 SUBJECTS = ("a lighthouse keeper", "two brothers", "a long winter", "the last train", "a garden", "a lost letter")
 ARTICLE = """The Amazon is the largest river in the world by the volume of water that it carries. It rises in the Andes
 of Peru and flows east for about 6,400 kilometres through Peru, Colombia and Brazil to the Atlantic Ocean. Its basin
@@ -52,19 +58,25 @@ class Run(NamedTuple):
 
 
 def prompts_of(engine: Engine, load: str, count: int) -> list[list[int]]:
-    """Return `count` different prompts of a load."""
-    tokenizer, found = engine.tokenizer, []
-    for number in range(count):
-        if load == "edits":
-            lines = (Path(__file__).parents[2] / SOURCES[number % len(SOURCES)]).read_text().splitlines()
-            code = "\n".join(lines[number : number + 45])
-            found.append(tokenizer.encode(f"{code}\n\n{RENAMED}{chr(10).join(lines[number : number + 6])}\n"))
-            continue
-        text = f"{QUESTIONS[number % 4]}\n\n{ARTICLE}"
-        if load == "prose":
-            text = f"Write a long story about {SUBJECTS[number % 6]}, without repeating yourself."
-        found.append(render_chat(tokenizer, [{"role": "user", "content": text}]))
-    return found
+    """Return `count` prompts of a load."""
+    return [
+        render_chat(engine.tokenizer, [{"role": role, "content": text} for role, text in _conversation(load, number)])
+        for number in range(count)
+    ]
+
+
+def _conversation(load: str, number: int) -> list[tuple[str, str]]:
+    if load == "prose":
+        return [("user", f"Write a long story about {SUBJECTS[number % len(SUBJECTS)]}.")]
+    if load == "summaries":
+        return [("user", f"{ARTICLE}\n\n{QUESTIONS[number % len(QUESTIONS)]}")]
+    function, old, new, next_old, next_new = EDITS[number % len(EDITS)]
+    code = inspect.getsource(function)
+    return [
+        ("user", f"Rename `{old}` to `{new}` in this code.\n\n```python\n{code}```"),
+        ("assistant", f"```python\n{code.replace(old, new)}```"),
+        ("user", f"Now rename `{next_old}` to `{next_new}`."),
+    ]
 
 
 def run(engine: Engine, name: str, prompts: list[list[int]], sampling: SamplingParams) -> Run:
@@ -87,7 +99,7 @@ def set_mode(engine: Engine, mode: Speculation) -> None:
 
 
 def agreement(run: Run, other: Run) -> float:
-    """Return the share of outputs that are equal."""
+    """Return the share of outputs that are equal. Rounding can swap two tokens with nearly equal logits."""
     return statistics.fmean(run.outputs[name] == other.outputs[name] for name in run.outputs)
 
 
@@ -96,6 +108,7 @@ def compare(engine: Engine, load: str, clients: int, rounds: int, num_tokens: in
     settings: dict[str, Any] = {"temperature": 1.0} if load == "prose" else {"temperature": 0}
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=load == "prose", **settings)
     ratios: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES[1:]}
+    same: list[float] = []
     for turn in range(rounds):
         runs: dict[str, Run] = {}
         for mode in MODES if turn % 2 else reversed(MODES):
@@ -116,13 +129,13 @@ def compare(engine: Engine, load: str, clients: int, rounds: int, num_tokens: in
             share = runs[mode].num_tokens / plain.num_tokens
             ratio = share * plain.seconds / runs[mode].seconds, share * plain.cpu_seconds / runs[mode].cpu_seconds
             found.append(ratio)
-            assert agreement(runs[mode], plain) > 0.5, "speculation changed the output"
+            same.append(agreement(runs[mode], plain))
     for mode, found in ratios.items():
-        columns = (
+        wall, cpu = (
             f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in zip(*found, strict=True)
         )
-        wall, cpu = columns
         print(f"{load}, {clients} clients, {mode}: tokens/s {wall} times those without; CPU {cpu}", flush=True)
+    print(f"{load}, {clients} clients: {statistics.fmean(same):.1%} of the outputs are equal", flush=True)
 
 
 def main() -> None:
@@ -133,7 +146,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     options = parser.parse_args()
     most = max(options.clients)
-    engine = build_engine(EngineConfig("demo", max_model_len=2048, max_num_seqs=most, speculative="auto"))
+    engine = build_engine(
+        EngineConfig("demo", max_model_len=2048, max_num_seqs=most, kv_cache_memory_bytes=1 << 30, speculative="auto")
+    )
     for load in options.loads:
         for clients in options.clients:
             compare(engine, load, clients, options.rounds, options.tokens)
