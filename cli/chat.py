@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +96,8 @@ def _server(target: str | None, api_key: str | None, engine_options: EngineOptio
         raise LlmschedError("--api-key only has an effect with the URL of a server; a model in this process needs none")
     from llmsched.cli.serve.private_server import private_server
 
-    with private_server(engine_options.config(target)) as served:
+    config = replace(engine_options.config(target), max_num_seqs=1)  # fewer sequences to reserve and warm up for
+    with private_server(config) as served:
         yield served
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -268,8 +269,12 @@ def full_screen() -> Iterator[Callable[[Callable[[], None]], None]]:
             _redirected.remove(page)
         live.update(Text.from_ansi(written.getvalue()), refresh=True)
 
-    with Live(console=screen, screen=True, auto_refresh=False) as live:
-        yield show
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # after the screen is restored
+    try:
+        with Live(console=screen, screen=True, auto_refresh=False) as live:
+            yield show
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

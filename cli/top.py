@@ -180,7 +180,9 @@ def _show_slowest(figures: Mapping[str, Any]) -> None:
         for request in figures["slowest_requests"]
     ]
     if rows:
-        render.table("the latest requests by their longest wait for a token", columns, rows, text_columns=2)
+        title = "the latest requests by their longest wait for a token"
+        spare = ("out", "tokens in", "TTFT", "longest stall", "preemptions")  # a list would fill several screens
+        render.table(title, columns, rows, text_columns=2, spare=spare)
 
 
 def _since(seconds: float) -> str:

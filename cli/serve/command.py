@@ -14,7 +14,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
-from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_model, with_options
+from llmsched.cli.options.flags import ModelArgument, duration_option, flag, resolve_model, with_options
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.engine.errors import ConfigError, setting
 
@@ -304,6 +304,6 @@ def _reload_keys(file: KeyFile) -> None:
     try:
         file.reload()
     except ConfigError as error:
-        render.warn(f"the API keys stay as they are: {error}")
+        render.warn(f"the API keys stay as they are: {error.text(flag)}")
     else:
         render.note(f"{len(file)} API keys read again")

@@ -44,13 +44,13 @@ def private_server(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
 async def _serve(engine: Engine, listener: socket.socket, key: str, ready: Future[Server]) -> None:
     """Serve until the server gets a signal. Set `ready` to the server when it accepts connections, or to an error."""
-    service = AsyncEngine(engine)
-    service.start()
-    app = build_app(service, engine.model.name, Access(key), ui=False)
-    server = Server(app, service, grace_s=0.0, on_ready=lambda: ready.set_result(server))
     try:
+        service = AsyncEngine(engine)
+        app = build_app(service, engine.model.name, Access(key), ui=False)
+        server = Server(app, service, grace_s=0.0, on_ready=lambda: ready.set_result(server))
+        service.start()
         await server.serve([listener])
     except BaseException as error:
-        if not ready.done():
-            ready.set_exception(error)
-        raise
+        if ready.done():
+            raise
+        ready.set_exception(error)

@@ -142,9 +142,12 @@ def _check_config(config: Mapping[str, Any]) -> None:
             "(path_initial_model_for_weight_conversion of peft)"
         )
     for name in ("r", "lora_alpha"):
-        value = config.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not _is_positive(value := config.get(name)):
             raise ModelError(f"{name} is {value!r}; expected a number above 0")
+    for name in ("rank_pattern", "alpha_pattern"):
+        value = config.get(name) or {}
+        if not isinstance(value, dict) or not all(map(_is_positive, value.values())):
+            raise ModelError(f"{name} is {value!r}; expected numbers above 0 by pattern")
     is_list = isinstance(targets, list) and all(isinstance(each, str) for each in targets)
     if not targets or not (is_list or isinstance(targets, str)):
         raise ModelError(f"target_modules is {targets!r}; expected a list of names, a pattern or all-linear")
@@ -154,6 +157,10 @@ def _check_config(config: Mapping[str, Any]) -> None:
             re.compile(pattern)
         except re.error as problem:
             raise ModelError(f"{pattern!r} is no valid pattern: {problem}") from problem
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _is_target(module: str, targets: str | Sequence[str]) -> bool:

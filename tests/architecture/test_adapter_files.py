@@ -75,6 +75,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "alpha is no number": ({"lora_alpha": "much"}, "lora_alpha is 'much'"),
     "no modules": ({"target_modules": []}, "target_modules"),
     "a bad pattern": ({"target_modules": "(q_proj"}, "no valid pattern"),
+    "patterns without values": ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\]"),
+    "a pattern's alpha is no number": ({"alpha_pattern": {"q_proj": "9"}}, "alpha_pattern is {'q_proj': '9'}"),
     "another rank": ({"r": 3}, "ranks 4 and 4; adapter_config.json says 3"),
     "modules that are not named": ({"target_modules": ["k_proj"]}, "q_proj, which target_modules does not name"),
 }

@@ -17,6 +17,7 @@ from llmsched.cli import chat
 from llmsched.cli.serve.access import Access
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
+from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import Sequence
 
 pytestmark = pytest.mark.usefixtures("client_key")
@@ -124,7 +125,8 @@ def test_a_failure_is_one_line(
     assert message in command.refused("chat", *filled, "-m", "Hello")
 
 
-def test_a_model_is_served_to_this_process_alone(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def build_scripted(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """Make `build_engine` return a scripted engine. Return a list to which the configs are added."""
     scripted = ScriptedServer()
     for listener in scripted.listeners:
         listener.close()
@@ -135,6 +137,11 @@ def test_a_model_is_served_to_this_process_alone(command: CommandLine, monkeypat
         return scripted.engine
 
     monkeypatch.setattr("llmsched.engine.build.build_engine", build)
+    return built
+
+
+def test_a_model_is_served_to_this_process_alone(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build_scripted(monkeypatch)
     seen: list[tuple[str, str | None]] = []
     server_client = chat.server_client
 
@@ -146,7 +153,16 @@ def test_a_model_is_served_to_this_process_alone(command: CommandLine, monkeypat
     monkeypatch.setattr(chat, "server_client", noted)
     outcome = command("chat", "some-model", "-m", "Hello", "--max-tokens", "3", "--dtype", "float32")
     assert (outcome.code, outcome.out) == (0, "abc\n")
-    assert built == [EngineConfig(model="some-model", dtype="float32")]
+    assert built == [EngineConfig(model="some-model", dtype="float32", max_num_seqs=1)]
     ((url, _),) = seen
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+def test_a_server_that_cannot_start_is_an_error(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise LlmschedError("no server today")
+
+    build_scripted(monkeypatch)
+    monkeypatch.setattr("llmsched.cli.serve.private_server.build_app", fail)
+    assert "no server today" in command.refused("chat", "some-model", "-m", "Hello")

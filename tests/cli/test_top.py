@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,13 @@ def fresh_server() -> Iterator[ScriptedServer]:
     server = ScriptedServer().start()
     yield server
     server.close()
+
+
+def make_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> None:
+    """Make stdout a terminal. Call this in the test itself, because pytest replaces stdout after fixtures have run."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", str(columns)), ("LINES", "50")):
+        monkeypatch.setenv(name, value)
 
 
 def interrupted_after(monkeypatch: pytest.MonkeyPatch, looks: int, meanwhile: Callable[[], None] = print) -> None:
@@ -109,9 +117,7 @@ def test_a_terminal_is_filled_again_and_again(
 ) -> None:
     server = fresh_server
     interrupted_after(monkeypatch, 2, partial(complete, server))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for name, value in (("TERM", "xterm"), ("COLUMNS", "100"), ("LINES", "50")):
-        monkeypatch.setenv(name, value)
+    make_terminal(monkeypatch)
     outcome = command("top", server.url)
     assert (outcome.code, outcome.err) == (0, "")
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", outcome.out)
@@ -119,6 +125,35 @@ def test_a_terminal_is_filled_again_and_again(
     assert shown.index("1 completed") < shown.index("cmpl-")
     assert "\x1b[?1049h" in outcome.out  # the alternate screen is entered
     assert outcome.out.index("\x1b[?1049l") > outcome.out.rindex("scripted at ")  # and left
+
+
+def test_a_narrow_terminal_has_a_line_for_each_slow_request(
+    command: CommandLine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_terminal(monkeypatch, 80)
+    lines = re.sub(
+        r"\x1b\[[0-9;?]*[a-zA-Z]", "", command("top", server.url, "--once", "--api-key", "a").out
+    ).splitlines()
+    assert sum("cmpl-" in line and " ago" in line for line in lines) == 3
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_terminal_is_restored_at_sigterm(
+    command: CommandLine, fresh_server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guard(number: int, _: object) -> None:  # the default handler would end the tests
+        pytest.fail("the command does not handle SIGTERM")
+
+    make_terminal(monkeypatch)
+    before = signal.signal(signal.SIGTERM, guard)
+    try:
+        interrupted_after(monkeypatch, 2, partial(signal.raise_signal, signal.SIGTERM))
+        outcome = command("top", fresh_server.url)
+        assert signal.getsignal(signal.SIGTERM) is guard
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert outcome.code == 128 + signal.SIGTERM
+    assert outcome.out.index("\x1b[?1049l") > outcome.out.rindex("scripted at ")
 
 
 def test_a_server_that_goes_away_is_waited_for(

@@ -110,7 +110,7 @@ def test_a_log_of_json_lines(tiny_model: Any, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert all(line.keys() >= {"time", "level"} for line in lines)
     told = [line.get("message", "") for line in lines]
-    for part in ("are pinned as", "the API keys stay as they are: api_keys", "draining"):
+    for part in ("are pinned as", "the API keys stay as they are: --api-keys", "draining"):
         assert any(part in message for message in told), part
     first, second = (line for line in lines if line.get("event") == "request")
     assert (first["request_id"], first["id"], first["key"]) == ("mine", answer["id"], "team")
