@@ -60,11 +60,11 @@ def all_products(executor: TorchExecutor, dtype: torch.dtype, count: int) -> Cal
     computed = []
     for product in products(decoder):
         size = (product.weight if isinstance(product.weight, Tensor) else product.weight[0]).shape[1]
-        computed.append((torch.randn(count, size).to(dtype), *product))
+        computed.append((product, torch.randn(count, size).to(dtype)))
 
     def run() -> None:
-        for arguments in computed:
-            decoder._kernels.linear(*arguments)
+        for product, rows in computed:
+            product.compute(decoder._kernels, rows)
 
     return run
 

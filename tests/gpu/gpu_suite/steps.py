@@ -193,18 +193,18 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 def products_row(executor: TorchExecutor, size: Size, batch: int, device: str) -> CheckRow:
     """Time all matrix products of a step of decodes, on a GPU in one graph: what remains if all else took no time."""
     decoder: Any = executor._model
-    linear = decoder._kernels.linear
+    kernels = decoder._kernels
     hidden = torch.randn(batch, size.hidden, device=device).to(size.dtype)
     heads = torch.randn(batch, size.heads * size.head_dim, device=device).to(size.dtype)
     inner = torch.randn(batch, size.inner, device=device).to(size.dtype)
 
     def run() -> None:
         for layer in decoder._layers:
-            linear(hidden, *layer.project)
-            linear(heads, *layer.output)
-            linear(hidden, *layer.mlp.up)
-            linear(inner, *layer.mlp.down)
-        linear(hidden, *decoder._head)
+            layer.project.compute(kernels, hidden)
+            layer.output.compute(kernels, heads)
+            layer.mlp.up.compute(kernels, hidden)
+            layer.mlp.down.compute(kernels, inner)
+        decoder._head.compute(kernels, hidden)
 
     with torch.inference_mode():
         replay: Callable[[], Any] = captured(run) if device == "cuda" else run
