@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 import threading
+from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from math import prod
@@ -167,6 +168,8 @@ class PagedContext:
     #: The result of `prepare_lora`, alone in the list; the list is empty if no token has an adapter.
     lora: ListLike[Any] = ()
     states: StepStates | None = None  # None: the model has no recurrent layers
+    #: Numbers of the layers with attention, if the model has other layers too.
+    numbers: Mapping[int, int] | None = None
 
     def attend(
         self,

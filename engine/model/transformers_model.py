@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Sequence as ListLike
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -50,8 +50,8 @@ class TransformersModel:
         self.layers = [call.shape for call in self.calls]
         self.attention = [call.attention for call in self.calls]
         self.states: ListLike[LayerState] = self._recurrent.layers
-        #: Numbers of the layers with attention, without the other layers.
-        self._numbers = {layer: number for number, layer in enumerate(found)}
+        #: See PagedContext.
+        self._numbers = {layer: number for number, layer in enumerate(found)} if self.states else None
         set_attention(model, IMPLEMENTATION, required=bool(found))
         turn_off_checks(model)
         self._model = model
@@ -63,6 +63,7 @@ class TransformersModel:
     ) -> torch.Tensor:
         selected = {"logits_to_keep": logit_rows} if self._selects_logits and logit_rows is not None else {}
         self._tokens.lora, self._tokens.count = context.lora, len(input_ids)
+        context = context if self._numbers is None else replace(context, numbers=self._numbers)
         try:
             with nullcontext() if context.states is None else self._recurrent.computing(context.states):
                 output = self._model(
@@ -70,7 +71,6 @@ class TransformersModel:
                     position_ids=positions[None],
                     use_cache=False,
                     paged_context=context,
-                    paged_numbers=self._numbers,
                     **selected,
                 )
         finally:
@@ -140,7 +140,6 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     *,
     paged_context: PagedContext,
-    paged_numbers: dict[int, int],
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -162,7 +161,7 @@ def attention_forward(
         latents, rope_keys = packed(key), packed(value)
         return paged_context.attend_latents(layer, packed(query), latents, rope_keys, weight, scaling)[None], None
     output = paged_context.attend(
-        paged_numbers[layer],
+        layer if paged_context.numbers is None else paged_context.numbers[layer],
         packed(query),
         packed(key),
         packed(value),

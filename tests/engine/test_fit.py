@@ -66,8 +66,8 @@ class FakeExecutor:
         held = self.graphs if self.has_graphs else self.driver_keeps if self.captured else 0
         return self.reserved_bytes() + self.context + held + late + GPU.used_by_others
 
-    def reserve_host(self, num_host_blocks: int) -> None:
-        assert num_host_blocks == 7
+    def reserve_host(self, num_host_blocks: int, num_host_states: int) -> None:
+        assert (num_host_blocks, num_host_states) == (7, 0)
 
     def reserve(self, num_blocks: int) -> None:
         self.reserved.append(num_blocks)
