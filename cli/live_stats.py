@@ -83,8 +83,9 @@ def status_line(body: Mapping[str, Any]) -> str:
     parts = [
         f"{requests['running']} running, {requests['waiting']} waiting",
         f"{three_figures(body['output_tokens_per_s'])} tokens/s",
-        f"KV {held / blocks['total']:.0%}",
     ]
+    if blocks["total"]:  # models with recurrent layers alone have no blocks
+        parts.append(f"KV {held / blocks['total']:.0%}")
     if (rate := cache["hit_rate"]) is not None:
         parts.append(f"prefix hits {rate:.0%}")
     if preempted := body["preemptions"]:

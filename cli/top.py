@@ -139,13 +139,16 @@ def _show(url: str, figures: Mapping[str, Any]) -> None:
 
 def _show_memory(figures: Mapping[str, Any]) -> None:
     blocks, swapped, cache = figures["kv_blocks"], figures["swapped_blocks"], figures["prefix_cache"]
-    total, ends, bar = blocks["total"], 0, ""
-    for state, character in _BAR.items():
-        ends += blocks[state]
-        bar += character * (round(_BAR_WIDTH * ends / total) - len(bar))
-    render.say(f"KV blocks     {bar}")
-    held = ", ".join(f"{character} {state} {blocks[state]:,}" for state, character in _BAR.items())
-    render.say(f"              {held}; of {total:,}, admission keeps {blocks['headroom']:,} free (headroom)")
+    if total := blocks["total"]:
+        ends, bar = 0, ""
+        for state, character in _BAR.items():
+            ends += blocks[state]
+            bar += character * (round(_BAR_WIDTH * ends / total) - len(bar))
+        render.say(f"KV blocks     {bar}")
+        held = ", ".join(f"{character} {state} {blocks[state]:,}" for state, character in _BAR.items())
+        render.say(f"              {held}; of {total:,}, admission keeps {blocks['headroom']:,} free (headroom)")
+    else:
+        render.say("KV blocks     none: all layers of the model are recurrent")
     lost = f"{figures['preemptions']}, {figures['recomputed_tokens']:,} tokens to recompute"
     if swapped["total"]:
         lost += f"; {swapped['used']:,} of {swapped['total']:,} blocks in host memory"

@@ -76,8 +76,12 @@ class Deadlines:
         """
         kv, control = self._scheduler.kv, self._scheduler.admission.control
 
+        drafter = self._scheduler.drafter
+        per_decode = 1.0 if drafter is None else drafter.tokens_per_decode(running)
+
         def num_steps(request: Request, uncomputed: int) -> int:
-            return math.ceil(uncomputed / per_step) + self._scheduler.predictor.remaining(request)
+            remaining = self._scheduler.predictor.remaining(request)
+            return math.ceil(uncomputed / per_step) + math.ceil(remaining / per_decode)
 
         ends = [(num_steps(request, count), request.table.num_blocks) for request, count in running.items()]
         heapq.heapify(ends)
@@ -118,13 +122,18 @@ class Deadlines:
         least = sampling.max_tokens if all_tokens else max(1, sampling.min_tokens)
         more = max(0, least - request.num_output_tokens)
         uncomputed = request.num_tokens - request.num_computed_tokens
+        most_per_decode = 1 if scheduler.drafter is None else 1 + scheduler.config.num_speculative_tokens
+
+        def decodes(tokens: int) -> float:
+            return math.ceil(tokens / most_per_decode) * (times.step + times.decode)
+
         if request.status is RequestStatus.RUNNING and uncomputed <= 1:
-            return more * (times.step + times.decode)
+            return decodes(more)
 
         def prefill(tokens: int) -> float:
             return math.ceil(tokens / scheduler.pacer.limit) * times.step + tokens * times.prefill_token
 
-        later = max(0, more - 1) * (times.step + times.decode)
+        later = decodes(max(0, more - 1))
         if request.status is RequestStatus.SWAPPED:
             return later
         if request.status is RequestStatus.WAITING and (prefill(uncomputed) + later) * CERTAIN > left:

@@ -14,7 +14,7 @@ Lookup of n-grams: A. Saxena, "Prompt lookup decoding", 2023.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmsched.engine.config import MAX_DRAFT_TOKENS, ResolvedConfig
@@ -92,6 +92,14 @@ class Drafter:
 
     def forget(self, request: Request) -> None:
         self._histories.pop(request, None)
+
+    def tokens_per_decode(self, requests: Iterable[Request]) -> float:
+        """Return how many output tokens a decode of these requests has made on average, accepted drafts included."""
+        made = accepted = 0
+        for request in requests:
+            made += request.num_output_tokens
+            accepted += self._histories[request].num_accepted if request in self._histories else 0
+        return made / max(1, made - accepted) if accepted else 1.0
 
     def choose(self, decodes: Sequence[Request], room: int, *, ahead: bool = False) -> dict[Request, tuple[int, ...]]:
         """Return drafts for some of the requests that decode in the next step, with at most `room` tokens in all.

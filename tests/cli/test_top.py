@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
 from command_line import CommandLine
-from scripted import ScriptedServer
+from scripted import LiveServer, ScriptedServer
 
 from llmsched.cli.live_stats import status_line
 from llmsched.cli.serve.access import Access
+from llmsched.engine.build import build_engine
+from llmsched.engine.config import EngineConfig
 
 
 def complete(server: ScriptedServer, prompt: str = "a") -> None:
@@ -125,6 +128,22 @@ def test_a_terminal_is_filled_again_and_again(
     assert shown.index("1 completed") < shown.index("cmpl-")
     assert "\x1b[?1049h" in outcome.out  # the alternate screen is entered
     assert outcome.out.index("\x1b[?1049l") > outcome.out.rindex("scripted at ")  # and left
+
+
+def test_a_model_without_kv_blocks(
+    command: CommandLine, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(tiny_model("mamba2")), dtype="float32", device="cpu", max_num_seqs=2)
+    server = LiveServer(build_engine(config), name="m").start()
+    try:
+        assert "KV blocks     none: all layers of the model are recurrent\n" in command("top", server.url, "--once").out
+        interrupted_after(monkeypatch, 1)
+        line = command("top", server.url)
+    finally:
+        server.close()
+    assert (line.code, line.err) == (0, "")
+    assert "0 waiting | 0.00 tokens/s" in line.out
+    assert "KV" not in line.out
 
 
 def test_a_narrow_terminal_has_a_line_for_each_slow_request(

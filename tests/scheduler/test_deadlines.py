@@ -12,6 +12,7 @@ from configs import resolved
 from fakes import make_request
 from simulated_run import LinearCost
 
+from llmsched.engine.executor.base import RowResult
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
@@ -55,7 +56,10 @@ class Device:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         self.scheduler.advance(plan)
-        self.scheduler.settle(plan, self._executor.execute(plan))
+        result = self._executor.execute(plan)
+        for row, found in zip(plan.rows, result.rows, strict=True):
+            found.more = [RowResult(token_id=found.token_id) for _ in row.draft]  # a request's tokens are all the same
+        self.scheduler.settle(plan, result)
         self.scheduler.check_integrity()
 
     def run_until_first_token(self, request: Request) -> float:
@@ -146,3 +150,23 @@ def test_output_that_is_certain_counts() -> None:
     device.add("forced", length=20, max_tokens=200, allowed=2.0, ignores_eos=True)
     device.add("may end", length=20, max_tokens=200, allowed=2.0)
     assert [request.request_id for request, _ in device.deadlines.take_hopeless()] == ["forced"]
+
+
+def test_drafts_may_make_the_certain_output_faster() -> None:
+    """With 4 draft tokens, the 200 tokens of the test before take 40 steps of 27 ms or more."""
+    looks_far = {"prompt_lookup_min": 8, "prompt_lookup_max": 8}  # no drafts for the few tokens of the early requests
+    device = Device(speculative="ngram", num_speculative_tokens=4, **looks_far)
+    device.add("in time with drafts", length=20, max_tokens=200, allowed=2.0, ignores_eos=True)
+    device.add("too late with drafts", length=20, max_tokens=200, allowed=0.4, ignores_eos=True)
+    assert [request.request_id for request, _ in device.deadlines.take_hopeless()] == ["too late with drafts"]
+
+
+def test_first_tokens_come_earlier_if_drafts_are_right() -> None:
+    device = Device(speculative="ngram", max_num_seqs=1)
+    device.add("other", length=30, max_tokens=100)
+    for _ in range(8):
+        device.step()
+    predicted = device.deadlines.seconds_to_first_token([device.make("new", 20, 5)])
+    assert predicted is not None
+    actual = device.run_until_first_token(device.add("new", length=20, max_tokens=5))
+    assert actual / 2 < predicted < 1.6 * actual
