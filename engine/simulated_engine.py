@@ -12,7 +12,7 @@ from llmsched.engine.executor.cost import StepCost, decode_shape
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock, invented_token
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.request import FinishReason, Request, SamplingParams
-from llmsched.engine.scheduler.scheduler import Update
+from llmsched.engine.scheduler.scheduler import Scheduler, Update
 from llmsched.engine.step_loop import StepLoop
 
 
@@ -67,12 +67,12 @@ class SimulatedEngine(StepLoop):
     def skip_decodes(self, until: float) -> list[float]:
         """Simulate the next uneventful steps that begin before `until`. Return the time at which each step ends.
 
-        Each of these steps adds a token to each running request (see `Scheduler.num_uneventful_steps`). The result is
-        the same as that of as many calls of `step()`, in a fraction of the time.
+        In these steps each running request gets a token, and none needs a block, fills one, or ends. The result is the
+        same as that of as many calls of `step()`, in a fraction of the time.
         """
         times: list[float] = []
         scheduler, clock = self.scheduler, self.clock
-        if not (most := scheduler.num_uneventful_steps()):
+        if not (most := _num_uneventful_steps(scheduler)):
             return times
         running, tokens = scheduler.running, [invented_token(r.request_id) for r in scheduler.running]
         ends = [request.num_computed_tokens for request in running]
@@ -80,7 +80,8 @@ class SimulatedEngine(StepLoop):
             ends = [end + 1 for end in ends]
             shape = decode_shape(ends, self._cost.window)
             clock.now += (seconds := self._cost.seconds(shape))
-            scheduler.learn_decodes(shape, seconds)
+            scheduler.preemption.costs.learn_decodes(seconds)
+            scheduler.pacer.learn_decodes(shape, seconds)
             times.append(clock.now)
             for request, token_id in zip(running, tokens, strict=True):
                 request.token_ids.append(token_id)
@@ -92,3 +93,17 @@ class SimulatedEngine(StepLoop):
     def step(self) -> list[Update]:
         """Simulate one step, advance the clock by its duration, and return the update of each request in the step."""
         return self.run_step()[1]
+
+
+def _num_uneventful_steps(scheduler: Scheduler) -> int:
+    if scheduler.waiting or scheduler.pacer.limit < scheduler.config.max_num_batched_tokens:
+        return 0
+    return max(0, min((_num_uneventful_tokens(request) for request in scheduler.running), default=0))
+
+
+def _num_uneventful_tokens(request: Request) -> int:
+    table, num_tokens = request.table, len(request.token_ids)
+    if num_tokens - request.num_computed_tokens != 1:
+        return 0
+    before_end = request.sampling.max_tokens - request.num_output_tokens - 1
+    return min(table.capacity + 1 - num_tokens, table.commit_at - num_tokens, before_end)

@@ -13,15 +13,26 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from llmsched.cli import render
+from llmsched.cli.cluster.cluster_flags import ClusterFlags
 from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
-from llmsched.cli.options.flags import ModelArgument, duration_option, flag, resolve_model, with_options
+from llmsched.cli.options.flags import (
+    ModelArgument,
+    duration_option,
+    flag,
+    resolve_model,
+    typed_options,
+    with_options,
+)
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.engine.errors import ConfigError, setting
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from llmsched.cli.serve.access import Access
     from llmsched.cli.serve.api_keys import KeyFile
     from llmsched.cli.serve.request_log import RequestObserver
+    from llmsched.engine.config import EngineConfig
     from llmsched.engine.core import Engine
 
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "harmony", "none"]
@@ -158,9 +169,16 @@ class ServerFlags:
 
 @with_engine_options()
 @with_options("limits", HttpLimits)
+@with_options("cluster", ClusterFlags)
 @with_options("flags", ServerFlags)
 def serve(
-    model: ModelArgument = None, *, flags: ServerFlags, limits: HttpLimits, engine_options: EngineOptions
+    context: typer.Context,
+    model: ModelArgument = None,
+    *,
+    flags: ServerFlags,
+    cluster: ClusterFlags,
+    limits: HttpLimits,
+    engine_options: EngineOptions,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
@@ -171,6 +189,7 @@ def serve(
       llmsched serve ./model --max-model-len 8192 --max-num-batched-tokens 512
       llmsched serve demo --profile demo
       llmsched serve demo --pin-prefix system_prompt.json
+      llmsched serve ./model --replicas 4
       llmsched serve ./model --lora sql=./sql-adapter --lora chat=./chat-adapter
 
     \b
@@ -202,6 +221,10 @@ def serve(
         raise ConfigError(
             "pin_prefix", f"nothing can be pinned with {setting('enable_prefix_caching')} off; leave one of them out"
         )
+    cluster.check(typed_options(context))
+    if cluster.replicas is not None:
+        _serve_replicas(config, keys, origins, flags, cluster, limits)
+        return
     prefixes = read_prefixes(flags.pin_prefix or [])
     listeners = listen(flags.host, flags.port)
     access = Access(*keys, are_loopback(listeners), {flags.host, *(flags.allowed_host or ())}, origins, key_file)
@@ -226,6 +249,34 @@ def serve(
         # A full scan of the objects of thousands of streams takes 0.1 s, so that it must be rare.
         gc.set_threshold(5_000, 5, 80)
         asyncio.run(_serve(engine, listeners, access, limits, flags, observers))
+
+
+def _serve_replicas(
+    config: EngineConfig,
+    keys: tuple[str | None, str | None],
+    origins: Collection[str],
+    flags: ServerFlags,
+    cluster: ClusterFlags,
+    limits: HttpLimits,
+) -> None:
+    from llmsched.cli.cluster.replica_spec import ReplicaSpec
+    from llmsched.cli.cluster.start import start_replicas
+
+    spec = ReplicaSpec(
+        config,
+        flags.served_model_name,
+        limits,
+        *keys,
+        allowed_hosts=(flags.host, *(flags.allowed_host or ())),
+        cors_origins=tuple(origins),
+        tool_call_parser=flags.tool_call_parser,
+        reasoning_parser=flags.reasoning_parser,
+        grace_period=flags.grace_period,
+        step_timeout=flags.step_timeout,
+        metrics_prefix=flags.metrics_prefix,
+        ui=flags.ui,
+    )
+    start_replicas(spec, cluster, flags.host, flags.port)
 
 
 def _observers(flags: ServerFlags) -> list[RequestObserver]:

@@ -8,7 +8,8 @@ from llmsched.engine.kv.prefix_tree import TOKEN_BYTES, PrefixKey, PrefixNode, R
 
 #: Tokens between two hashed prefixes, if the block size divides it.
 SPAN = 256
-_HASH_BYTES = 8
+#: Size of a hash.
+HASH_BYTES = 8
 #: Most hashes in a summary: 128 KiB.
 MAX_HASHES = 16_384
 
@@ -22,12 +23,12 @@ def root_hash(key: PrefixKey) -> bytes:
     """Return the hash of the empty prefix under a key. Replicas must have the same adapters in the same order."""
     adapter, salt = ("", key) if isinstance(key, str) else key
     person = str(adapter).encode()
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES, person=person).digest()
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, person=person).digest()
 
 
 def next_hash(before: bytes, tokens: bytes) -> bytes:
     """Return the hash of a prefix with hash `before` followed by the encoded `tokens`."""
-    return blake2b(tokens, digest_size=_HASH_BYTES, key=before).digest()
+    return blake2b(tokens, digest_size=HASH_BYTES, key=before).digest()
 
 
 def prefix_hashes(tokens: bytes, salt: PrefixKey, span: int) -> list[bytes]:

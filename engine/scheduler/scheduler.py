@@ -9,7 +9,6 @@ from typing import NamedTuple, Unpack, cast
 
 from llmsched.engine.config import Limits, ResolvedConfig
 from llmsched.engine.executor.base import RowResult, StepPlan, StepResult
-from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.request import FinishReason, Request, RequestStatus
@@ -128,15 +127,6 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
-
-    def num_uneventful_steps(self) -> int:
-        """Return how many of the next steps would only add a token to each running request.
-
-        In these steps no request needs a block, fills one, or ends.
-        """
-        if self.waiting or self._in_flight is not None or self.pacer.limit < self.config.max_num_batched_tokens:
-            return 0
-        return max(0, min((_num_uneventful_tokens(request) for request in self.running), default=0))
 
     def idle_until(self) -> float | None:
         first = self.waiting.first_arrival
@@ -331,11 +321,6 @@ class Scheduler:
                 self.finish(request, reason)
         return updates
 
-    def learn_decodes(self, shape: StepShape, seconds: float) -> None:
-        """Learn from an uneventful step what `settle(...)` would learn from its result."""
-        self.preemption.costs.learn_decodes(seconds)
-        self.pacer.learn_decodes(shape, seconds)
-
     def abandon(self, plan: StepPlan, following: StepPlan | None = None) -> int:
         """Undo an advanced plan whose step ran out of memory. Return how many running requests were preempted.
 
@@ -412,14 +397,6 @@ class Scheduler:
             assert request.block_table is None
             expected = RequestStatus.WAITING if request.swapped is None else RequestStatus.SWAPPED
             assert request.status is expected
-
-
-def _num_uneventful_tokens(request: Request) -> int:
-    table, num_tokens = request.table, len(request.token_ids)
-    if num_tokens - request.num_computed_tokens != 1:
-        return 0
-    before_end = request.sampling.max_tokens - request.num_output_tokens - 1
-    return min(table.capacity + 1 - num_tokens, table.commit_at - num_tokens, before_end)
 
 
 def _rows_of(plan: StepPlan) -> Sequence[tuple[Request, int, int, object, bool, tuple[int, ...], object]]:

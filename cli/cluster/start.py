@@ -1,0 +1,72 @@
+"""Start of replicas: the arguments of the application, and a config file for `serve deploy`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from llmsched.cli import render
+from llmsched.cli.cluster.cluster_flags import ClusterFlags
+from llmsched.cli.cluster.replica_spec import APP_NAME, ReplicaSpec
+from llmsched.cli.serve.access import are_loopback
+from llmsched.cli.serve.lifecycle import listen
+from llmsched.engine.errors import LlmschedError
+
+#: Import path of the function that builds the application.
+BUILDER = "llmsched.cli.cluster.application:build"
+
+
+def start_replicas(spec: ReplicaSpec, flags: ClusterFlags, host: str, port: int) -> None:
+    """Serve until a signal, or print a config file for `serve deploy` if `flags.emit` asks for it.
+
+    Raises LlmschedError if Ray is missing or does not start.
+    """
+    if flags.emit is not None:
+        render.say(serve_config(spec, flags, host, port), wrap=False)
+        return
+    listeners = listen(host, port)
+    port = listeners[0].getsockname()[1]
+    spec = replace(spec, loopback=are_loopback(listeners))
+    for listener in listeners:
+        listener.close()
+    try:
+        from llmsched.cli.cluster.run import serve_replicas
+    except ImportError as missing:
+        raise LlmschedError(f"--replicas needs Ray: pip install 'llmsched[cluster]' ({missing})") from missing
+    serve_replicas(spec, flags, host, port, application_arguments(spec, flags))
+
+
+def application_arguments(spec: ReplicaSpec, flags: ClusterFlags) -> dict[str, Any]:
+    """Return the arguments of the builder as JSON values. Each replica gets a GPU, or its share of the cores here."""
+    assert flags.replicas is not None
+    share = (os.cpu_count() or 1) / flags.replicas.most
+    cores = {"num_cpus": int(share) if share >= 1 else round(share, 3)}
+    return {
+        **spec.as_arguments(),
+        "replicas": str(flags.replicas),
+        "scale_ttft": flags.scale_ttft,
+        "resources": {"num_gpus": 1} if _uses_gpu(spec) else cores,
+    }
+
+
+def serve_config(spec: ReplicaSpec, flags: ClusterFlags, host: str, port: int) -> str:
+    """Return the YAML of a config file for `serve deploy`, or for serveConfigV2 of a RayService."""
+    import yaml
+
+    application = {
+        "name": APP_NAME,
+        "route_prefix": "/",
+        "import_path": BUILDER,
+        "args": application_arguments(replace(spec, loopback=False), flags),
+    }
+    document = {"http_options": {"host": host, "port": port}, "applications": [application]}
+    return str(yaml.safe_dump(document, sort_keys=False)).rstrip()
+
+
+def _uses_gpu(spec: ReplicaSpec) -> bool:
+    if spec.config.device in ("cpu", "cuda"):
+        return spec.config.device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
