@@ -62,6 +62,11 @@ def test_a_deadline_that_the_first_token_misses_is_refused() -> None:
     assert not engine.has_work()
 
 
+def predicted(error: DeadlineError) -> float:
+    """Return the seconds in which the first token is predicted."""
+    return float(str(error).partition("predicted in ")[2].partition(" s;")[0])
+
+
 def test_a_first_token_is_predicted_from_the_steps_so_far() -> None:
     clock = Clock()
     engine = make_engine(clock=clock)
@@ -71,4 +76,4 @@ def test_a_first_token_is_predicted_from_the_steps_so_far() -> None:
         engine.check_deadline([prompt(20, 9)], 8, deadline=clock.now)
     with pytest.raises(DeadlineError, match="the first token is predicted in") as long:
         engine.check_deadline([prompt(400, 9)] * 50, 8, deadline=clock.now)
-    assert long.value.retry_after > short.value.retry_after
+    assert predicted(long.value) > predicted(short.value)  # retry_after is 1 s for both on a fast machine
