@@ -242,7 +242,7 @@ def serve(
         if flags.profile and engine.plan is not None and (problem := store_ratios(flags.profile, engine.plan, config)):
             render.warn(f"the measured memory could not be saved in the profile: {problem}")
         engine.prefixes.changes.quote_prompts = flags.show_prompt_text
-        pin_prefixes(engine, prefixes)
+        pin_prefixes(engine, prefixes, flags.served_model_name)
         # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
         gc.collect()
         gc.freeze()

@@ -133,10 +133,21 @@ def read_prefixes(paths: Sequence[Path]) -> list[tuple[Path, PrefixRequest]]:
     return found
 
 
-def pin_prefixes(engine: Engine, files: Sequence[tuple[Path, PrefixRequest]]) -> None:
-    """Pin the prefixes; the engine computes them in its first steps. Raises ConfigError if one cannot be pinned."""
+def pin_prefixes(
+    engine: Engine, files: Sequence[tuple[Path, PrefixRequest]], served_model_name: str | None = None
+) -> None:
+    """Pin the prefixes; the engine computes them in its first steps. Raises ConfigError if one cannot be pinned.
+
+    `served_model_name` is the name of the model in requests (None: the name in ModelInfo).
+    """
     preparer = Preparer(engine)
+    names = (served_model_name or engine.model.name, *engine.adapters)
     for path, request in files:
+        if request.model not in (None, *names):
+            raise ConfigError(
+                "pin_prefix",
+                f"{path}: model {request.model!r} is not served here; name one of {', '.join(names)}, or none",
+            )
         try:
             (token_ids,) = preparer.prefix(request)
             pin = _pin(engine, token_ids, request)

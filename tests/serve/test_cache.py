@@ -239,3 +239,12 @@ def test_a_file_that_cannot_be_pinned_is_named(engine: Engine, tmp_path: Any) ->
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(ConfigError, match=r"pin_prefix: .*short.txt: the prefix has \d tokens"):
         pin_prefixes(engine, read_prefixes([tmp_path / "short.txt"]))
+
+
+def test_a_file_names_a_model_that_is_served(engine: Engine, tmp_path: Any) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"model": "other", "prompt": list(range(40, 70))}))
+    files = read_prefixes([tmp_path / "other.json"])
+    with pytest.raises(ConfigError, match=r"pin_prefix: .*other.json: model 'other' is not served here; name one of "):
+        pin_prefixes(engine, files)
+    pin_prefixes(engine, files, "other")
+    assert len(engine.prefixes.pins()) == 1
