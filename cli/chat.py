@@ -134,18 +134,23 @@ def _answer(client: httpx.Client, messages: list[dict[str, str]], fields: dict[s
     parts: list[str] = []
     usage: dict[str, int] = {}
     is_reasoning = False
-    for chunk in _stream(client, {"messages": messages, **fields}):
-        usage = chunk.get("usage") or usage
-        for choice in chunk.get("choices", ()):
-            if reasoning := choice["delta"].get("reasoning_content"):
-                first = first or time.perf_counter() - started
-                is_reasoning = True
-                render.write(reasoning)
-            if content := choice["delta"].get("content"):
-                first = first or time.perf_counter() - started
-                render.write("\n\n" * is_reasoning + content)
-                is_reasoning = False
-                parts.append(content)
+    try:
+        for chunk in _stream(client, {"messages": messages, **fields}):
+            usage = chunk.get("usage") or usage
+            for choice in chunk.get("choices", ()):
+                if reasoning := choice["delta"].get("reasoning_content"):
+                    first = first or time.perf_counter() - started
+                    is_reasoning = True
+                    render.write(reasoning)
+                if content := choice["delta"].get("content"):
+                    first = first or time.perf_counter() - started
+                    render.write("\n\n" * is_reasoning + content)
+                    is_reasoning = False
+                    parts.append(content)
+    except LlmschedError:
+        if first:
+            render.say()  # the error must not follow the text on its line
+        raise
     render.say()
     if sys.stdout.isatty() and usage:
         tokens, wait = usage["completion_tokens"], time.perf_counter() - started

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from llmsched.cli.serve.strict_schema import wrong
 from llmsched.engine.errors import ConfigError
 
-_Limit = Annotated[int, Field(ge=1)]
+_Limit = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class _Entry(BaseModel):
@@ -93,6 +93,8 @@ def _read(path: Path) -> dict[bytes, ApiKey]:
 def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
     """Yield the entries, and where each is. Messages of errors must not quote the file, which has keys."""
     for place, value in _values(path):
+        if not isinstance(value, dict):
+            raise ConfigError("api_keys", f"{path}, {place}: is not a table or a JSON object")
         try:
             yield place, _Entry.model_validate(value)
         except ValidationError as error:

@@ -106,6 +106,19 @@ def test_a_refused_message_is_forgotten_and_the_conversation_goes_on(
     assert "long" not in prompts[0]
 
 
+def test_an_answer_that_fails_ends_its_line(
+    command: CommandLine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"choices": [{"delta": {"content": "half an ans"}}]}
+        raise LlmschedError("the server is gone")
+
+    monkeypatch.setattr(chat, "_stream", broken)
+    outcome = command("chat", server.url, "-m", "Hello")
+    assert (outcome.code, outcome.out) == (2, "half an ans\n")
+    assert outcome.err == "error: the server is gone\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

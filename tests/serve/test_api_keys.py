@@ -71,6 +71,11 @@ def test_both_forms_of_the_file(tmp_path: Path, lines: bool) -> None:
             f"[[keys]]\nname = 'a'\nkey = '{TEAM}'\nrequests_per_minute = 0",
             "requests_per_minute: input should be greater",
         ),
+        (
+            f"[[keys]]\nname = 'a'\nkey = '{TEAM}'\ntokens_per_minute = 1{'0' * 400}",
+            "tokens_per_minute: input should be less",
+        ),
+        (f"keys = ['{TEAM}']", "table 1: is not a table or a JSON object"),
         (f"[[keys]]\nname = 'a'\nkey = '{TEAM}'\nlimit = 3", "limit: extra inputs"),
         (f"[[keys]]\nname = 'a'\nkey = '{TEAM}'\n" * 2, "table 2: the name 'a' is used twice"),
         (f"[[keys]]\nname = 'a'\nkey = '{TEAM}'\n[[keys]]\nname = 'b'\nkey = '{TEAM}'", "'b' has the same key as 'a'"),
