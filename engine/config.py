@@ -82,7 +82,7 @@ class EngineConfig:
     quantization: Quantization | None = knob(
         None,
         "round the matrices of an unquantised checkpoint to this type while loading; int4 has groups of 32 numbers, "
-        "embeddings and lm_head are int8, experts are not rounded; `llmsched verify` measures the loss",
+        "embeddings and lm_head are int8, experts of some models are not rounded; `llmsched verify` measures the loss",
         choices=get_args(Quantization),
     )
     device: Device = knob(

@@ -21,7 +21,7 @@ def doctor(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[URL or FILE]",
+            metavar="URL or FILE",
             show_default=DEFAULT_URL,
             help="http://HOST:PORT of a running server, or a run that `bench --save` or --save-detailed has written.",
         ),

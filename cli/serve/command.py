@@ -49,7 +49,7 @@ class ServerFlags:
         str | None,
         typer.Option(
             envvar="LLMSCHED_API_KEY",
-            help="Key that clients must send as 'Authorization: Bearer KEY'; /health and /metrics need no key.",
+            help="Key that clients must send as 'Authorization: Bearer KEY'; /health, /ready and /metrics need no key.",
         ),
     ] = None
     admin_api_key: Annotated[

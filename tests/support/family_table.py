@@ -31,9 +31,9 @@ gives the logits of transformers within 1e-4 in float32, for mixed and for chunk
 - transformers: the modules of transformers compute the layers, with the engine's attention and KV cache.
 - refused: `serve` and `kv-budget` give this reason.
 
-KV says what layers keep: the keys and values of all tokens (full), or of the last tokens (window), or a recurrent
-state per sequence (state). Other decoders that use transformers' attention interface are served too. `llmsched verify
-MODEL` checks any model.
+KV says what layers keep: the keys and values of all tokens (full), or of the last tokens (window), a latent vector per
+token from which keys and values are computed (latent), or a recurrent state per sequence (state). Other decoders that
+use transformers' attention interface are served too. `llmsched verify MODEL` checks any model.
 
 | model_type | class | served | KV |
 | --- | --- | --- | --- |
