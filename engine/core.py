@@ -229,11 +229,12 @@ class Engine(StepLoop):
             )
             for index, prompt in enumerate(prompts)
         ]
-        needed = self._deadlines.seconds_to_first_token(new) or 0.0
+        predicted = self._deadlines.seconds_to_first_token(new)
+        needed, left = predicted or 0.0, max(0.0, deadline - now)
         if now + needed > deadline:
-            left = max(0.0, deadline - now)
+            late = f"is in {left:.3g} s, but the first token is predicted in {needed:.3g} s"
             raise DeadlineError(
-                f"the deadline is in {left:.3g} s, but the first token is predicted in {needed:.3g} s; "
+                f"the deadline {'has passed' if predicted is None else late}; "
                 "allow more time, or send the request again later",
                 max(1.0, needed - left),
             )
