@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from fastapi import Request
 from ray.exceptions import RayError
@@ -17,6 +18,7 @@ from llmsched.cli.cluster.replica import REPLICA_HEADER
 from llmsched.cli.cluster.routed_call import RoutedCall, known_replicas
 from llmsched.cli.serve.api_errors import ApiError
 from llmsched.cli.serve.http_body import until_disconnect
+from llmsched.engine.routing.rules import RoutedPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +32,9 @@ class ForwardedAnswer(Response):
     The start of an answer is held back until its first token, so until then a replica may refuse the request or die.
     """
 
-    def __init__(self, replicas: DeploymentHandle, call: RoutedCall, request: ForwardedRequest) -> None:
+    def __init__(self, replicas: DeploymentHandle, prompt: RoutedPrompt, request: ForwardedRequest) -> None:
         self.background = None
-        self._replicas, self._call, self._request = replicas, call, request
+        self._replicas, self._prompt, self._request = replicas, prompt, request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await until_disconnect(receive, self._answer(scope, receive, send))
@@ -40,47 +42,25 @@ class ForwardedAnswer(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tried: set[str] = set()
         failures = 0
-        while True:
-            call = RoutedCall(self._call.prompt, tuple(tried))
-            held: list[Message] = []
-            has_begun = False
+        while failures <= max(1, len(known_replicas)):
+            attempt = _Attempt(send)
             try:
-                async for message in self._messages(call):
-                    if not has_begun:
-                        held.append(message)
-                        if (refusing := self._refusing(message)) is not None and len(
-                            tried | {refusing}
-                        ) < self._count():
-                            tried.add(refusing)
-                            break
-                        if not _is_first_output(held):
-                            continue
-                        has_begun = True
-                        for each in held:
-                            await send(each)
-                    else:
-                        await send(message)
-                else:
-                    return
+                async with aclosing(self._messages(tuple(tried))) as messages:
+                    refusing = await attempt.pass_on(messages, tried)
             except RayError as error:
-                failures += 1
                 logger.warning("a replica failed in a request to %s: %s", self._request.path, error)
-                if has_begun:
+                if attempt.has_begun:
                     await send({"type": "http.response.body", "body": _lost_event(), "more_body": False})
                     return
-                if failures > self._count():
-                    await _LOST.response()(scope, receive, send)
-                    return
+                failures += 1
+                continue
+            if refusing is None:
+                return
+            tried.add(refusing)
+        await _LOST.response()(scope, receive, send)
 
-    def _count(self) -> int:
-        return max(1, len(known_replicas))
-
-    def _refusing(self, message: Message) -> str | None:
-        """Return the name of the replica if the message begins a refusal."""
-        return replica_of(message) if message.get("status") in _REFUSALS else None
-
-    async def _messages(self, call: RoutedCall) -> AsyncIterator[Message]:
-        response = self._replicas.answer.remote(call, self._request)
+    async def _messages(self, tried: tuple[str, ...]) -> AsyncGenerator[Message, None]:
+        response = self._replicas.answer.remote(RoutedCall(self._prompt, tried), self._request)
         try:
             async for messages in response:
                 for message in messages:
@@ -89,6 +69,31 @@ class ForwardedAnswer(Response):
                     yield message
         finally:
             response.cancel()
+
+
+class _Attempt:
+    """Attempt to pass on the answer of one replica. `has_begun` is True once something was sent to the client."""
+
+    def __init__(self, send: Send) -> None:
+        self.has_begun = False
+        self._send = send
+
+    async def pass_on(self, messages: AsyncIterator[Message], tried: set[str]) -> str | None:
+        """Send the messages. If they refuse the request and a replica is left to try, return the refusing replica."""
+        held: list[Message] = []
+        async for message in messages:
+            if self.has_begun:
+                await self._send(message)
+                continue
+            held.append(message)
+            refusing = replica_of(message) if message.get("status") in _REFUSALS else None
+            if refusing is not None and len(tried | {refusing}) < len(known_replicas):
+                return refusing
+            if _is_first_output(held):
+                self.has_begun = True
+                for each in held:
+                    await self._send(each)
+        return None
 
 
 async def whole_answer(replicas: DeploymentHandle, call: RoutedCall, request: ForwardedRequest) -> tuple[str, str]:

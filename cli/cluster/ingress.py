@@ -59,4 +59,4 @@ class Ingress:
         except ApiError as error:
             return error.response()
         prompt = await asyncio.to_thread(self._hasher.routed, request.url.path, body)
-        return ForwardedAnswer(self._replicas, RoutedCall(prompt), forwarded_request(request, body))
+        return ForwardedAnswer(self._replicas, prompt, forwarded_request(request, body))

@@ -19,7 +19,7 @@ from llmsched.cli.cluster.routed_call import RoutedCall
 from llmsched.engine.routing.rules import RoutedPrompt
 
 REQUEST = ForwardedRequest("POST", "/v1/completions", b"", (), b"{}")
-CALL = RoutedCall(RoutedPrompt(10, (), 256))
+PROMPT = RoutedPrompt(10, (), 256)
 
 
 def start(replica: str, status: int = 200) -> Message:
@@ -79,7 +79,7 @@ def answer(replicas: Any) -> list[Message]:
             await never.wait()
             raise AssertionError
 
-        await ForwardedAnswer(replicas, CALL, REQUEST)({"type": "http"}, receive, send)
+        await ForwardedAnswer(replicas, PROMPT, REQUEST)({"type": "http"}, receive, send)
 
     asyncio.run(asyncio.wait_for(run(), 30))
     return sent
