@@ -36,7 +36,7 @@ def explain(
 ) -> None:
     """Show where the time of one request went: waits, computation, preemptions, and the reason for each.
 
-    The server keeps the scheduler's decisions about its latest 2,000 requests.
+    The server keeps the scheduler's decisions about its latest 2,048 requests.
 
     \b
     Examples:
