@@ -162,4 +162,13 @@ def _show(found: OutputComparison, flags: SavedOutputFlags, changes: list[str], 
         render.say(f"  {len(found.divergences) - _MOST} more outputs differ")
     if flags.save is not None:
         render.say(f"saved the outputs of now to {flags.save}")
-    render.say("as before" if well else "NOT as before")
+    render.say(_verdict(found, flags.limit, well))
+
+
+def _verdict(found: OutputComparison, limit: float, well: bool) -> str:
+    if not well:
+        return f"NOT as before: the mean KL divergence is above --max-kl {limit:g}"
+    if num_differing := len(found.divergences):
+        outputs = f"{num_differing} of {len(found.kl_by_prompt)} outputs have other tokens than before"
+        return f"within --max-kl {limit:g}, but {outputs}"
+    return f"within --max-kl {limit:g}, with the same tokens as before"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
+from heapq import nsmallest
 
 from llmsched.engine.kv.prefix_tree import TOKEN_BYTES, PrefixKey, PrefixNode, Root
 
@@ -48,7 +50,8 @@ def prefix_hashes(tokens: bytes, salt: PrefixKey, span: int) -> list[bytes]:
 class CacheSummary:
     """Hashes of the prefixes in a prefix tree whose length is a multiple of `blocks_per_hash` blocks.
 
-    The tree calls `add` and `remove`. If there are more than `max_hashes` prefixes, the oldest are left out.
+    The tree calls `add` and `remove`. If there are more than `max_hashes` prefixes, the longest are left out, and of
+    equally long ones the oldest. So each prefix of a published prefix is published too.
     """
 
     def __init__(self, blocks_per_hash: int, max_hashes: int = MAX_HASHES) -> None:
@@ -67,11 +70,9 @@ class CacheSummary:
             keys.append(ancestor.key)
             ancestor = ancestor.parent
         before = root_hash(ancestor.salt) if isinstance(ancestor, Root) else self._hashes.get(ancestor)
-        if before is None:  # left out
+        if before is None:  # cached before the summary was made
             return
         self._hashes[node] = next_hash(before, b"".join(reversed(keys)))
-        if len(self._hashes) > self._max_hashes:
-            del self._hashes[next(iter(self._hashes))]
         self._published = None
 
     def remove(self, node: PrefixNode) -> None:
@@ -81,5 +82,8 @@ class CacheSummary:
     def hashes(self) -> frozenset[bytes]:
         """Return the hashes of the cached prefixes. The same object is returned until they change."""
         if self._published is None:
-            self._published = frozenset(self._hashes.values())
+            kept: Iterable[PrefixNode] = self._hashes
+            if len(self._hashes) > self._max_hashes:
+                kept = nsmallest(self._max_hashes, reversed(self._hashes), key=lambda node: node.depth)
+            self._published = frozenset(map(self._hashes.__getitem__, kept))
         return self._published

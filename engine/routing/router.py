@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from llmsched.engine.routing.replica_state import ReplicaState
@@ -36,6 +36,8 @@ class _Replica:
     expected: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # prefix -> time when it expires
 
     def update(self, state: ReplicaState) -> None:
+        if self.state is not None and state.time < self.state.time:  # overtaken on its way
+            return
         self.state = state
         self.sent = [each for each in self.sent if each[0] > state.time]
         self.backlog, self.backlog_time = state.backlog_seconds, state.time
@@ -50,11 +52,20 @@ class _Replica:
         return self.state is not None and now - self.state.time <= MAX_AGE
 
     def expect(self, prefixes: Sequence[bytes], now: float, ttft: float) -> None:
-        while self.expected and (len(self.expected) > _MAX_EXPECTED or next(iter(self.expected.values())) < now):
-            self.expected.popitem(last=False)
-        for prefix in prefixes:
+        for prefix in reversed(prefixes):  # so that the longest prefix is the first to be dropped
             self.expected[prefix] = now + ttft + _EXPECT_SECONDS
             self.expected.move_to_end(prefix)
+        while len(self.expected) > _MAX_EXPECTED:
+            self.expected.popitem(last=False)
+
+    def forget_expired(self, now: float) -> None:
+        while self.expected and next(iter(self.expected.values())) < now:
+            self.expected.popitem(last=False)
+
+    def send(self, choice: Choice, prompt: RoutedPrompt, now: float) -> None:
+        self.backlog, self.backlog_time = self.backlog_at(now) + choice.seconds, now
+        self.sent.append((now, choice.seconds))
+        self.expect(prompt.hashes, now, choice.expected_ttft or 0.0)
 
 
 class PrefixRouter(OpenRequests):
@@ -86,17 +97,19 @@ class PrefixRouter(OpenRequests):
         now = self._clock()
         fresh = [name for name in replicas if name in self._replicas and self._replicas[name].is_fresh(now)]
         if self.random.random() * len(replicas) >= len(fresh):
-            return Choice(self.less_loaded_of_two(replicas), "no fresh state: less loaded of two")
+            chosen, reason = self.less_loaded_of_two(replicas), "no fresh state: less loaded of two"
+            if chosen not in fresh:
+                return Choice(chosen, reason)
+            choice = replace(self.expected(chosen, prompt, now), reason=reason)
+            self._replicas[chosen].send(choice, prompt, now)
+            return choice
         choices = [self.expected(name, prompt, now) for name in fresh]
         best = min(choices, key=_cost)
         equal = [c for c in choices if _cost(c) <= _cost(best) + TIE_SECONDS and c.cached_tokens >= best.cached_tokens]
         self.random.shuffle(equal)
-        chosen = min(equal, key=self._num_prefixes)
-        replica = self._replicas[chosen.replica]
-        replica.backlog, replica.backlog_time = replica.backlog_at(now) + chosen.seconds, now
-        replica.sent.append((now, chosen.seconds))
-        replica.expect(prompt.hashes, now, chosen.expected_ttft or 0.0)
-        return chosen
+        choice = min(equal, key=self._num_prefixes)
+        self._replicas[choice.replica].send(choice, prompt, now)
+        return choice
 
     def _num_prefixes(self, choice: Choice) -> int:
         replica = self._replicas[choice.replica]
@@ -107,6 +120,7 @@ class PrefixRouter(OpenRequests):
         replica = self._replicas[name]
         state = replica.state
         assert state is not None
+        replica.forget_expired(now)
         cached = max(prompt.num_cached(state.prefixes), prompt.num_cached(replica.expected))
         prefill = state.prefill_seconds(cached, prompt.num_tokens)
         queued = state.num_waiting + len(replica.sent) + 1 - state.free_seats

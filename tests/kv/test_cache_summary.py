@@ -64,7 +64,7 @@ def test_the_same_object_is_published_until_the_cache_changes() -> None:
     assert summary.hashes() == set()
 
 
-def test_a_full_summary_drops_the_oldest_prefix_and_those_that_follow_it_later() -> None:
+def test_a_full_summary_leaves_out_the_oldest_of_equally_long_prefixes() -> None:
     tree, summary = summarised(max_hashes=2)
     fill(tree, [0, 1, 2, 3], 0)
     fill(tree, [4, 5, 6, 7], 10)
@@ -72,6 +72,18 @@ def test_a_full_summary_drops_the_oldest_prefix_and_those_that_follow_it_later()
     assert summary.hashes() == {*hashes_of([4, 5, 6, 7]), *hashes_of([8, 9, 8, 9])}
     fill(tree, [0, 1, 2, 3, 4, 5, 6, 7], 0)  # extends a dropped prefix
     assert len(summary.hashes()) == 2
+
+
+def test_a_full_summary_keeps_the_prefix_that_all_prompts_share() -> None:
+    tree, summary = summarised(max_hashes=2)
+    system = [0, 1, 2, 3]
+    for number in range(4):
+        fill(tree, [*system, *range(10 * number + 10, 10 * number + 14)], 10 * number)
+    assert set(hashes_of(system)) < summary.hashes()
+    assert set(hashes_of([*system, *range(40, 44)])) == summary.hashes()
+    tree.remove(33)
+    tree.remove(32)
+    assert set(hashes_of([*system, *range(30, 34)])) == summary.hashes(), "an eviction makes room"
 
 
 def test_hashes_are_the_same_in_every_process() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmsched.engine.kv.cache_summary import prefix_hashes
 from llmsched.engine.kv.prefix_tree import encode
+from llmsched.engine.routing import router as router_module
 from llmsched.engine.routing.replica_state import ReplicaState
 from llmsched.engine.routing.router import MAX_AGE, PREFILL_WEIGHT, RULES, PrefixRouter, make_rule
 from llmsched.engine.routing.rules import AffinityRule, RoutedPrompt
@@ -60,6 +61,39 @@ def test_a_longer_queue_outweighs_a_cached_prefix() -> None:
     most = 0.096 * (1 + PREFILL_WEIGHT)
     assert make_router("ab", b=state(**cached, backlog_seconds=most - 0.06)).choose("ab", prompt(101)).replica == "b"
     assert make_router("ab", b=state(**cached, backlog_seconds=most + 0.06)).choose("ab", prompt(101)).replica == "a"
+
+
+def test_prefixes_that_a_replica_never_published_are_forgotten() -> None:
+    clock = Clock()
+    router = make_router("ab", clock)
+    first = router.choose("ab", prompt(1000)).replica
+    clock.now = 3 * MAX_AGE
+    for name in "ab":
+        router.update(name, state(clock.now))
+    assert router.expected(first, prompt(1000), clock.now).cached_tokens == 0
+
+
+def test_a_full_record_of_expected_prefixes_keeps_the_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "_MAX_EXPECTED", 10)
+    router = make_router("a")
+    router.choose("a", prompt(100))
+    assert router.expected("a", prompt(100), 0.0).cached_tokens == 10 * SPAN
+    assert len(router._replicas["a"].expected) == 10
+
+
+def test_a_state_that_was_overtaken_is_ignored() -> None:
+    router = make_router("a", a=state(2.0, backlog_seconds=1.0))
+    router.update("a", state(1.0))
+    assert router.expected("a", prompt(10), 2.0).expected_ttft == pytest.approx(1.03)
+
+
+def test_what_is_sent_without_fresh_states_of_others_counts() -> None:
+    router = make_router("a")
+    reasons = Counter(
+        choice.reason for index in range(20) if (choice := router.choose("ab", prompt(9, 10 * index))).replica == "a"
+    )
+    assert len(reasons) == 2, "replica b has no state, so half of the requests are not sent by the states"
+    assert len(router._replicas["a"].sent) == reasons.total() == router.num_open["a"]
 
 
 def test_waiting_for_a_seat_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -17,7 +18,10 @@ from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.cli.targets.simulated_replicas import Replication, SimulatedRouter
 from llmsched.engine.errors import ConfigError
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
+from llmsched.engine.kv.pool import KVUsage
+from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.routing.router import RULES
 from llmsched.engine.simulated_engine import SimulatedEngine
 
@@ -48,8 +52,12 @@ def conversations(count: int, turns: int, seed: int, pause: float = 1.0) -> list
 def serve(
     planned: list[PlannedRequest], replicas: int, router: str, blocks: int = 512, **load: Any
 ) -> tuple[list[RequestRecord], list[SimulatedEngine]]:
-    config = replace(CONFIG, **load.pop("knobs", {}))
-    engines = [SimulatedEngine(config, make_kv(config, blocks), COST) for _ in range(replicas)]
+    config, layout = replace(CONFIG, **load.pop("knobs", {})), load.pop("layout", None)
+    on_step, swap_blocks = load.pop("on_step", None), load.pop("swap_blocks", 0)
+    kvs = [make_kv(config, blocks, SwapSpace(swap_blocks, 1), layout) for _ in range(replicas)]
+    engines = [SimulatedEngine(config, kv, COST, per_swapped_block=1e-4) for kv in kvs]
+    for engine in engines:
+        engine.on_step = on_step
     routing = SimulatedRouter(engines, router)
     plan: dict[str, Any] = {"closed": False, "max_concurrency": None, "timeout": None} | load
     records = SimulatedClients(planned, engines, route=routing.route, on_end=routing.ended, **plan).run()
@@ -91,24 +99,40 @@ def test_one_replica_behind_a_router_is_the_engine_itself() -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 1000),
-    st.sampled_from(["fair", "fcfs", "static"]),
+    st.sampled_from(["fair", "fcfs", "sptf", "serial", "static"]),
     st.sampled_from([None, 0.5, 3.0]),
     st.sampled_from([40, 512]),
     st.sampled_from([None, 3]),
+    st.sampled_from([KVLayout(16), KVLayout(16, 1, 1, 40), KVLayout(16, 0, 1, 40), KVLayout(16, recurrent=True)]),
+    st.sampled_from([0, 60]),
+    st.sampled_from([None, 0.03]),
 )
 def test_skipped_decodes_change_nothing(
-    seed: int, policy: str, timeout: float | None, blocks: int, clients: int | None
+    seed: int,
+    policy: str,
+    timeout: float | None,
+    blocks: int,
+    clients: int | None,
+    layout: KVLayout,
+    swap_blocks: int,
+    target_itl: float | None,
 ) -> None:
     planned = conversations(6, 2, seed, pause=0.2)
     load: dict[str, Any] = {"timeout": timeout, "closed": clients is not None, "max_concurrency": clients}
-    load["knobs"] = {"scheduling_policy": policy, "max_model_len": 640}
-    fast, _ = serve(planned, 2, "round-robin", blocks, **dict(load))
+    load["knobs"] = {"scheduling_policy": policy, "max_model_len": 640, "target_itl": target_itl}
+    load |= {"layout": layout, "swap_blocks": swap_blocks}
+    usages: list[list[KVUsage]] = [[], []]
+    blocks *= layout.num_groups
+    fast, fast_engines = serve(planned, 2, "round-robin", blocks, on_step=usages[0].append, **dict(load))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedEngine, "skip_decodes", lambda self, until: [])
-        slow, _ = serve(planned, 2, "round-robin", blocks, **dict(load))
+        slow, slow_engines = serve(planned, 2, "round-robin", blocks, on_step=usages[1].append, **dict(load))
     assert [(r.chunks, r.end, r.usage, r.failure and r.failure.reason) for r in fast] == [
         (r.chunks, r.end, r.usage, r.failure and r.failure.reason) for r in slow
     ]
+    assert Counter(usages[0]) == Counter(usages[1])
+    for one, other in zip(fast_engines, slow_engines, strict=True):
+        assert one.scheduler.counters == other.scheduler.counters
 
 
 @pytest.mark.parametrize(("fields", "message"), [({"replicas": 0}, "1 to"), ({"router": "best"}, "prefix, random")])
