@@ -32,6 +32,7 @@ CALLS = {
     "calibrate": ("calibrate", CONFIG),
     "verify": ("verify", CONFIG),
     "chat": ("chat", "http://127.0.0.1:9", "-m", "hello"),
+    "doctor": ("doctor", "http://127.0.0.1:9"),
     "top": ("top", "http://127.0.0.1:9"),
 }
 #: Flags whose value is a name, a text or a file.
