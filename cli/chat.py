@@ -42,7 +42,8 @@ def chat(
         typer.Option(
             "--message",
             "-m",
-            help="One message, for one answer. Without it, messages are read from the terminal or a pipe.",
+            help="One message; the command ends after its answer. Without it, messages are read from the terminal or "
+            "a pipe.",
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,

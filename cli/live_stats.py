@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def stats_body(before: Snapshot, now: Snapshot) -> dict[str, Any]:
     """Return the figures of the time between two snapshots, and the state at the second one.
 
-    Latencies are in milliseconds and None without samples. Of the KV blocks, `requests`, `pinned`, `cached` and `free`
-    add up to `total`; a block that both a request and a pin hold counts as pinned.
+    Latencies are in milliseconds and None without samples. The KV blocks `requests`, `pinned`, `cached` and
+    `free` add up to `total`; a block that both a request and a pin hold counts as pinned.
     """
     old, new = before.stats, now.stats
     window = max(1e-9, now.time - before.time)
@@ -84,7 +84,7 @@ def status_line(body: Mapping[str, Any]) -> str:
         f"{requests['running']} running, {requests['waiting']} waiting",
         f"{three_figures(body['output_tokens_per_s'])} tokens/s",
     ]
-    if blocks["total"]:  # models with recurrent layers alone have no blocks
+    if blocks["total"]:  # models whose layers are all recurrent have no blocks
         parts.append(f"KV {held / blocks['total']:.0%}")
     if (rate := cache["hit_rate"]) is not None:
         parts.append(f"prefix hits {rate:.0%}")

@@ -30,7 +30,7 @@ class JsonLines(logging.Formatter):
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes to what sys.stderr is at that time, because `serve` replaces it."""
+    """Handler that looks up sys.stderr for each record, because `serve` replaces sys.stderr."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

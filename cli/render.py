@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _logger = logging.getLogger("llmsched")
-#: True if notes and warnings are lines of the log.
+#: True if notes and warnings are written as lines of the log.
 _notes_are_logged = False
 
 #: Control characters, escaped because names and texts may come from untrusted files.
@@ -252,7 +252,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def full_screen() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Take over the terminal. Yield a function that fills the screen with what another function prints on stdout."""
+    """Take over the terminal. Yield a function that calls another function and shows its stdout on the whole screen."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

@@ -28,7 +28,7 @@ def top(
     ] = DEFAULT_URL,
     once: Annotated[bool, typer.Option("--once", help="Print the figures once and exit.")] = False,
     interval: Annotated[
-        float, duration_option("Time between two looks at the server.  [default: 2s]", show_default=False)
+        float, duration_option("Time between two queries of the server.  [default: 2s]", show_default=False)
     ] = 2.0,
     api_key: KeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures once, as JSON.")] = False,
@@ -36,9 +36,9 @@ def top(
     """Watch the live figures of a running server: latency, queue, KV cache, and the slowest requests.
 
     Counts and latencies are those of the last minute. The page at the server's address shows the same figures. Ctrl-C
-    ends the display. If the output is not a terminal, each look prints one line. The slowest requests are shown to
-    those who may use administrative routes (`llmsched serve --admin-api-key`); `llmsched explain` shows the timeline
-    of each.
+    ends the display. If the output is not a terminal, each query prints one line. The slowest requests need a
+    key for administrative routes, if the server has one (`llmsched serve --admin-api-key`); `llmsched explain` shows
+    the timeline of each.
 
     \b
     Examples:
@@ -67,7 +67,7 @@ def top(
 
 
 def _look(client: httpx.Client) -> dict[str, Any]:
-    """Return the server's figures and its slowest requests, or why it does not tell these (`slowest_refused`)."""
+    """Return the server's figures and its slowest requests, or in `slowest_refused` why it does not list them."""
     figures = checked(client.get("/v1/stats"), "kv_blocks")
     try:
         slowest = checked(client.get("/v1/requests/slowest"), "data")["data"]

@@ -70,7 +70,7 @@ class SavedOutputFlags:
     def check(self, context: typer.Context) -> None:
         """Raise LlmschedError for flags that do not go together, and for a file that cannot be written."""
         if self.max_kl is not None and (self.against is None or not math.isfinite(self.max_kl)):
-            raise LlmschedError(f"--max-kl {self.max_kl:g}: is a finite limit for --against FILE; add that")
+            raise LlmschedError(f"--max-kl {self.max_kl:g}: must be a finite number, given with --against FILE")
         if self.against is not None and (fixed := set(typed_options(context)) & {*_PROMPT_FLAGS}):
             raise LlmschedError(f"{', '.join(sorted(fixed))}: the file of --against fixes the prompts; leave it out")
         if self.save is not None:
@@ -119,7 +119,7 @@ def _divergences(found: OutputComparison) -> dict[str, Any]:
 
 
 def _origin(loaded: LoadedModel, config: EngineConfig) -> dict[str, Any]:
-    """Return what computes the outputs."""
+    """Return the model, settings and versions that compute the outputs."""
     names = [str(dtype).removeprefix("torch.") for dtype in (loaded.dtype, loaded.kv_dtype)]
     return {
         "model": loaded.info.name,
@@ -136,7 +136,7 @@ def _origin(loaded: LoadedModel, config: EngineConfig) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what is different now, apart from the time."""
+    """Return the entries of two origins that differ, except the time."""
     return [
         f"{name} {before.get(name)} -> {now.get(name)}"
         for name in dict.fromkeys([*before, *now])
@@ -161,7 +161,7 @@ def _show(found: OutputComparison, flags: SavedOutputFlags, changes: list[str], 
     if len(found.divergences) > _MOST:
         render.say(f"  {len(found.divergences) - _MOST} more outputs differ")
     if flags.save is not None:
-        render.say(f"saved the outputs of now to {flags.save}")
+        render.say(f"saved the new outputs to {flags.save}")
     render.say(_verdict(found, flags.limit, well))
 
 

@@ -223,16 +223,16 @@ class EngineConfig:
 
     speculative: Speculation = knob(
         "off",
-        "speculative decoding, which changes no token: ngram guesses the next tokens of a request where its last ones "
-        "occur earlier in its prompt or output, and checks the guesses in one step; auto does so for requests and "
-        "steps for which it is expected to be faster",
+        "speculative decoding, which leaves the output tokens as they are: if the last tokens of a request occur "
+        "earlier in its prompt or output, ngram drafts the tokens that followed there, and checks them in one step; "
+        "auto uses only drafts that are expected to give more tokens per second",
         choices=get_args(Speculation),
     )
-    num_speculative_tokens: int = knob(8, "most tokens guessed per request and step", unit="tokens", low=1, high=15)
-    prompt_lookup_min: int = knob(2, "fewest tokens that must occur earlier for a guess", unit="tokens", low=1, high=16)
+    num_speculative_tokens: int = knob(8, "most draft tokens per request and step", unit="tokens", low=1, high=15)
+    prompt_lookup_min: int = knob(2, "shortest match that gives a draft", unit="tokens", low=1, high=16)
     prompt_lookup_max: int = knob(
         5,
-        "of several earlier places, that with the longest match counts, up to this length",
+        "the earlier place with the longest match gives the draft; matches are compared up to this length",
         unit="tokens",
         low=1,
         high=16,

@@ -347,7 +347,7 @@ class Engine(StepLoop):
     def slowest(self, count: int) -> list[RequestSummary]:
         """Return the requests whose clients waited longest for a token, slowest first, each with its slowest choice.
 
-        These are `count` of the requests that have not ended and of the latest MAX_SUMMARIES sequences that have.
+        At most `count` are returned, of all open requests and of the latest MAX_SUMMARIES ended sequences.
         """
         now = self.clock()
         return slowest([*self._ended, *(stream.summary(None, now) for stream in self._streams.values())], count)

@@ -191,7 +191,7 @@ class EngineMetrics:
         self._finished[reason].inc()
 
     def refused(self, reason: str) -> None:
-        """Count a request that was not accepted. `reason` must be one of few, because each becomes a time series."""
+        """Count a refused request. Each `reason` becomes a time series, so there must be few."""
         self._child(self._refused, reason).inc()
 
     def key_use(self, counter: str, key_name: str, count: int = 1) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.stats import EngineStats
 
-#: Seconds that figures are about, and seconds between two snapshots.
+#: Seconds that the figures cover, and seconds between two snapshots.
 WINDOW_S, INTERVAL_S = 60.0, 5.0
 
 #: Cumulative counts of a histogram by upper bound.

@@ -177,7 +177,7 @@ class Request(Sequence):
 
     arrival_time: float = 0.0
     priority: int = 0
-    deadline: float = math.inf  # by which all output is wanted
+    deadline: float = math.inf  # by which the output must be complete
     rank: float = 0.0  # order in the queue, lowest first
     cache_salt: str = ""
     status: RequestStatus = RequestStatus.WAITING
@@ -215,7 +215,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRecord:
-    """Account of a choice. Times are in seconds of the engine's clock; None: it has not come so far."""
+    """Account of a choice. Times are in seconds of the engine's clock; None: not reached yet."""
 
     index: int
     finish_reason: FinishReason | None  # None: the choice has not ended

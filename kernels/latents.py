@@ -23,7 +23,7 @@ EXPANDED_BYTES = 128 << 20
 
 
 class LatentWidths(NamedTuple):
-    """Widths in latent attention, see above."""
+    """Widths in latent attention, by the letters of this module's docstring."""
 
     rank: int  # R
     rope: int  # P

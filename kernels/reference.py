@@ -418,8 +418,8 @@ def rotate_and_write_latents(
     """Rotate queries in place, and write the latent vectors and rotary keys of T new tokens to the cache.
 
     - query: [T, heads, N + P]. The last P numbers of each head are rotated by the token's position.
-    - compressed: [T, R + P]. Of a row, the RMS norm of the first R numbers with `weight` [R] is the latent vector, and
-      the other numbers, rotated, are the rotary key.
+    - compressed: [T, R + P]. In each row, the first R numbers become the latent vector by an RMS norm with `weight`
+      [R], and the last P numbers become the rotary key by rotation.
     - cos, sin: [T, P], as in `rotate_and_write`.
     - interleaved: if True, the pairs that are rotated are neighbours, and the first numbers of all pairs come first in
       the result (DeepSeek-V3).

@@ -1,4 +1,4 @@
-"""Quick test whether this machine compiles the kernels, and whether they compute what the reference computes."""
+"""Quick test that the kernels compile on this machine, and agree with the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmsched.kernels import dispatch, reference
 def kernel_fault(device: str) -> str | None:
     """Compile attention and write_kv for `device` (cuda or cpu) and run them. Return what is wrong, or None.
 
-    Raises whatever the compiler raises.
+    Exceptions of the compiler are passed on.
     """
     generator = torch.Generator().manual_seed(0)
 

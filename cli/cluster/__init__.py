@@ -1,1 +1,1 @@
-"""Replicas of the server on Ray Serve. Nothing of Ray is imported unless `serve --replicas` is given."""
+"""Replicas of the server on Ray Serve. Ray is imported only for `serve --replicas`."""

@@ -1,4 +1,4 @@
-"""Call of an ASGI application with a request that was read elsewhere: its messages are yielded."""
+"""HTTP requests in a form that can be sent to a replica, which calls its ASGI application with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ForwardedRequest:
 
 
 async def call_app(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-    """Yield the messages of the application's response, those that are ready at the same time together.
+    """Yield the messages of the application's response, in lists of all messages that are ready at that time.
 
     If the generator is closed early, the application sees a disconnected client.
     """

@@ -10,17 +10,17 @@ from ray.serve.config import AutoscalingContext
 
 logger = logging.getLogger(__name__)
 
-#: Name of the figure that replicas report: seconds that a request of no tokens would wait for its first token now.
+#: Name of the figure that replicas report: seconds that an empty prompt would wait for its first token now.
 WAIT = "expected_wait_s"
-#: Shares of the wait allowed above which a replica is added, and below which one is removed.
+#: Replicas are added above the first share of the allowed wait, and removed below the second.
 _HIGH, _LOW = 0.5, 0.1
 
 
 def desired_replicas(waits: list[float], allowed: float) -> int:
-    """Return how many replicas should run, where each wait is the expected wait of a running replica in seconds.
+    """Return how many replicas should run. `waits` has the expected wait of each running replica in seconds.
 
-    The backlog of all replicas is spread over as many as keep the wait below half of `allowed` seconds. A replica is
-    removed only if the others, with its backlog, stay below a tenth.
+    Replicas are added so that the mean wait, with the backlog spread over all of them, falls to half of `allowed`. One
+    is removed if the mean wait of the others, with the backlog spread over them, stays below a tenth of `allowed`.
     """
     count = len(waits)
     total = sum(waits)

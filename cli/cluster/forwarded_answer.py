@@ -27,9 +27,10 @@ _REFUSALS = (429, 503)
 
 
 class ForwardedAnswer(Response):
-    """Answer of a replica. A request goes to another replica while nothing of the answer was sent to the client.
+    """Answer of a replica. If the replica refuses the request or dies before the first token, another one gets it.
 
-    The start of an answer is held back until its first token, so until then a replica may refuse the request or die.
+    The start of an answer is held back until its first token, because an answer that the client has begun to receive
+    cannot come from another replica.
     """
 
     def __init__(self, replicas: DeploymentHandle, prompt: RoutedPrompt, request: ForwardedRequest) -> None:

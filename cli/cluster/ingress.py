@@ -1,7 +1,7 @@
 """Ingress: reads each HTTP request, and forwards it to the replica that the router chooses."""
 
-# Ray Serve copies the methods of Ingress with the names that they use when the class is made. So this module has no
-# postponed annotations, and what changes later is read from its module.
+# Ray Serve copies the methods of Ingress, and the globals that they use, when the class is created. So this module has
+# no postponed annotations, and globals that change later are read as attributes of their modules.
 
 import asyncio
 from contextlib import suppress

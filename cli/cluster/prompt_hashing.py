@@ -21,7 +21,7 @@ _BYTES_PER_TOKEN = 4
 
 
 class PromptHasher:
-    """Hasher of prompts. It accepts any body: the replica answers for what is wrong with it."""
+    """Hasher of prompts. It accepts any body, because the replica reports errors in the body."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, adapters: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
@@ -29,13 +29,13 @@ class PromptHasher:
         self._adapters = {name: index for index, name in enumerate(adapters)}
 
     def routed(self, path: str, body: bytes) -> RoutedPrompt:
-        """Return the prompt of a request to `path`. If it has several prompts, the first counts."""
+        """Return the prompt of a request to `path`, the first one if the request has several."""
         try:
             fields = json.loads(body) if path in _READERS else None
             token_ids = _READERS[path](self._tokenizer, fields) if isinstance(fields, dict) else []
             key = self._key(fields) if isinstance(fields, dict) else ""
             return RoutedPrompt(len(token_ids), prefix_hashes(encode(token_ids), key, self._span), self._span)
-        except Exception as error:  # whatever is wrong with the body, the replica says it
+        except Exception as error:  # the replica reports what is wrong with the body
             logger.debug("a request to %s is routed without its prefix: %s", path, error)
             return RoutedPrompt(len(body) // _BYTES_PER_TOKEN, (), self._span)
 

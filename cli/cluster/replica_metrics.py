@@ -20,7 +20,7 @@ class _Merged(Collector):
 
 
 def merge_metrics(texts: Iterable[tuple[str, str]]) -> bytes:
-    """Merge the expositions of replicas. Each pair is a replica's name, which becomes the label `replica`, and a text.
+    """Merge the metrics of replicas, given as pairs of name and text. The name becomes the label `replica`.
 
     Metrics of one name are joined under one HELP and TYPE.
     """

@@ -1,4 +1,4 @@
-"""What a replica serves: the settings given to `llmsched serve`, in a form that travels to other processes."""
+"""Settings of a replica: those given to `llmsched serve`, in a form that can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ APP_NAME = "llmsched"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRange:
-    """Numbers of replicas that may run. If they differ, the number follows the load."""
+    """Smallest and largest number of replicas. Between them, the number of replicas follows the load."""
 
     least: int
     most: int
@@ -32,7 +32,7 @@ class ReplicaRange:
 
 
 def parse_replicas(text: str) -> ReplicaRange:
-    """Parse "4", or "1..8" for a number that follows the load. Raises ConfigError."""
+    """Parse a number of replicas such as "4", or a range such as "1..8". Raises ConfigError."""
     least, dots, most = text.partition("..")
     try:
         found = ReplicaRange(int(least), int(most if dots else least))

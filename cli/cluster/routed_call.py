@@ -1,4 +1,4 @@
-"""What the ingress tells the router of a request, and what the router tells the ingress."""
+"""Data that ingress and router exchange: facts about a request, and the names of the replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ known_replicas: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """What the router knows of a request."""
+    """Facts about a request by which the router chooses a replica."""
 
     prompt: RoutedPrompt
     tried: tuple[str, ...] = ()  # replicas that refused the request

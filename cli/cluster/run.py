@@ -1,4 +1,4 @@
-"""Replicas on a local or an existing Ray, from the start to the drain."""
+"""Run of replicas on a local or an existing Ray: start them, wait for a signal, drain them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ BUILDER = "llmsched.cli.cluster.application:build"
 
 
 def start_replicas(spec: ReplicaSpec, flags: ClusterFlags, host: str, port: int) -> None:
-    """Serve until a signal, or print a config file for `serve deploy` if `flags.emit` asks for it.
+    """Serve until a signal, or print a config file for `serve deploy` if `flags.emit` is set.
 
     Raises LlmschedError if Ray is missing or does not start.
     """
@@ -38,7 +38,7 @@ def start_replicas(spec: ReplicaSpec, flags: ClusterFlags, host: str, port: int)
 
 
 def application_arguments(spec: ReplicaSpec, flags: ClusterFlags) -> dict[str, Any]:
-    """Return the arguments of the builder as JSON values. Each replica gets a GPU, or its share of the cores here."""
+    """Return the builder's arguments as JSON values. A replica gets a GPU, or a share of this machine's cores."""
     assert flags.replicas is not None
     share = (os.cpu_count() or 1) / flags.replicas.most
     cores = {"num_cpus": int(share) if share >= 1 else round(share, 3)}

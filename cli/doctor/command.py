@@ -36,8 +36,8 @@ def doctor(
         bool,
         typer.Option(
             "--system",
-            help="Check this machine: driver, GPU, libraries, memory and who holds it, open files, and whether kernels "
-            "compile.",
+            help="Check this machine: driver, GPU, libraries, memory and the processes that hold it, open files, and "
+            "whether kernels compile.",
         ),
     ] = False,
     api_key: KeyOption = None,
@@ -46,8 +46,8 @@ def doctor(
     """Say what is wrong with a server, a saved run or this machine, and what to change.
 
     Each finding has the number behind it and the flags of `serve` to set. The server may be llmsched or another that
-    has vLLM's metrics; rules whose figures it does not report are named as not checked. The exit code is 1 if something
-    is wrong, and 0 if nothing is.
+    has vLLM's metrics; rules whose figures it does not report are listed as not checked. The exit code is 1 if
+    something is wrong, and 0 if nothing is.
 
     \b
     Examples:
@@ -158,5 +158,7 @@ def _show_system(facts: SystemFacts, problems: Sequence[Finding]) -> None:
     if facts.open_files is not None:
         soft, hard = ("no limit" if limit < 0 else str(limit) for limit in facts.open_files)
         render.say(f"open files  {soft}, hard limit {hard}")
-    render.say(f"kernels     {facts.kernels}: {'compile and compute right' if facts.kernel_error is None else 'FAIL'}")
+    render.say(
+        f"kernels     {facts.kernels}: {'compile and compute correctly' if facts.kernel_error is None else 'FAIL'}"
+    )
     _show_findings(problems)

@@ -17,7 +17,7 @@ from llmsched.engine.recent_stats import quantile
 if TYPE_CHECKING:
     import httpx
 
-#: Failures of saved runs for which the target refused the request.
+#: Failure reasons in saved runs that mean that the target refused the request.
 _REFUSALS = ("refused", "http 400", "http 413", "http 429")
 #: Reasons for which a server refuses requests that would be refused under any load and setting.
 _INVALID = ("invalid_request", "invalid_api_key")
@@ -40,7 +40,7 @@ class Evidence:
     itl_p50: float | None = None
     itl_p99: float | None = None
     kv_share: float | None = None  # mean share of KV memory that requests hold
-    kv_waste: float | None = None  # share of that which holds no KV yet
+    kv_waste: float | None = None  # share of this memory that holds no KV yet
     kv_tokens: int | None = None  # tokens for which there is KV memory
     running: float | None = None  # mean number of running requests
     max_running: int | None = None  # limit on running requests
@@ -66,7 +66,7 @@ class Evidence:
 
     @property
     def evicted_share(self) -> float | None:
-        """Share of requests whose prompt would have been cached, but was evicted before."""
+        """Share of requests whose prompt was cached once, but has been evicted."""
         misses = self.counts.prefix_misses
         return misses.get("evicted", 0) / looked_up if misses and (looked_up := sum(misses.values())) else None
 
@@ -149,7 +149,7 @@ def live_evidence(client: httpx.Client, watch: float | None) -> Evidence:
 def of_metrics(
     metrics: ServerMetrics, states: Sequence[TargetState], source: str, cache: Any = None, card: Any = None
 ) -> Evidence:
-    """Return the figures that a server's metrics tell.
+    """Return the figures that a server's metrics contain.
 
     `cache` is the body of /v1/cache and `card` the entry of the model in /v1/models, if the server has these routes.
     """
@@ -187,7 +187,7 @@ def of_metrics(
         max_model_len=longest if isinstance(longest, int) else None,
         request_tokens_p99=sum(p99s)
         if len(p99s) == len(lengths)
-        else None,  # an upper bound: the longest of both rarely meet
+        else None,  # an upper bound: the longest prompt rarely has the longest output
         hit_rate=hits / queried if hits is not None and queried else None,
     )
 

@@ -13,22 +13,22 @@ from typing import NamedTuple
 from llmsched.cli.doctor.evidence import Evidence
 from llmsched.engine.units import human_seconds
 
-#: Shares and rates that are judged need at least this many requests.
+#: Fewest requests from which shares and rates are judged.
 MIN_REQUESTS = 20
 
 #: A P99 of TTFT below this many seconds is not slow.
 _SLOW_TTFT_S = 0.5
 #: A wait is the cause of a slow TTFT if it takes this share of the mean TTFT.
 _CAUSE = 0.5
-#: KV memory of which requests hold less than this share is idle.
+#: KV memory counts as idle if requests hold less than this share of it.
 _IDLE_KV = 0.5
-#: Preemptions per finished request that are too many. The scheduler widens its headroom above the same rate.
+#: Preemptions per finished request above which there are too many. The scheduler then widens its headroom.
 _THRASH = 0.05
-#: Share of requests that find their prefix evicted, of requests that were refused, and of those that were given up.
+#: Largest acceptable shares of requests whose prefix was evicted, that were refused, and that clients gave up.
 _EVICTED, _REFUSED, _GIVEN_UP = 0.2, 0.01, 0.05
 #: A decode is stalled if P99 ITL is this many times P50, and at least this many seconds.
 _STALL_RATIO, _STALL_S = 8.0, 0.1
-#: P99 of a request's length is close to max_model_len above the first share, and far from it below the second.
+#: P99 of a request's length is close to max_model_len above the first share of it, and far below it under the second.
 _CLOSE, _FAR = 0.9, 0.25
 #: Share of KV memory that a request of max_model_len tokens may take.
 _LARGEST = 0.5
@@ -80,7 +80,7 @@ def _known(evidence: Evidence, name: str) -> object:
 
 
 def _number(value: float | None) -> float:
-    """Return a figure that the rule's `needs` names, so it is known."""
+    """Return the value of a figure, which is known because the rule's `needs` names it."""
     assert value is not None
     return value
 

@@ -16,12 +16,12 @@ from llmsched.engine.units import human_bytes
 _PACKAGES = ("llmsched", "torch", "triton", "transformers", "numba")
 #: Open files below which `serve` accepts fewer connections than by default.
 _FILES = 2048
-#: Share of the device's memory in the hands of other programs that is too much.
+#: Largest acceptable share of the device's memory that other programs hold.
 _HELD = 0.2
 
 
 class SystemFacts(NamedTuple):
-    """State of this machine. None: not known, or not there."""
+    """State of this machine. A field is None if it is unknown or does not exist."""
 
     versions: dict[str, str | None]
     driver: GpuDriver | None
@@ -60,14 +60,14 @@ def system_findings(facts: SystemFacts) -> list[Finding]:
 
 
 def _problems(facts: SystemFacts) -> Iterator[tuple[str, str, str]]:
-    """Yield a name, what is wrong, and what to change, for each problem."""
+    """Yield each problem as its name, what is wrong, and what to change."""
     driver, torch = facts.driver, facts.versions["torch"]
     if driver is not None and not facts.torch_sees_gpu:
         if facts.torch_cuda is None:
             yield (
                 "torch without CUDA",
                 f"the driver reports {driver.name}, but torch {torch} was built without CUDA",
-                "install a torch with CUDA, as pytorch.org says",
+                "install a torch with CUDA (see pytorch.org)",
             )
         else:
             yield (
@@ -83,7 +83,7 @@ def _problems(facts: SystemFacts) -> Iterator[tuple[str, str, str]]:
             "kernels fail",
             f"a {facts.kernels} kernel fails on this machine: {facts.kernel_error}",
             "triton needs a C compiler and Python's headers, Numba a cache directory that can be written; "
-            "LLMSCHED_KERNELS=reference serves without compiled kernels, slowly",
+            "LLMSCHED_KERNELS=reference serves without compiled kernels, but slowly",
         )
     memory = facts.memory
     if memory.kind == "cuda" and memory.used_by_others >= _HELD * memory.total:

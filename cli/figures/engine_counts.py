@@ -34,7 +34,7 @@ class EngineCounts:
 
     preemptions: int | None = None
     late_compilations: int | None = None
-    #: Seconds that requests waited, summed over requests, by what they waited for (a key of WAITS).
+    #: Seconds that requests waited, summed over requests, by the reason of the wait (a key of WAITS).
     waited: Mapping[str, float] | None = None
     prefix_misses: Mapping[str, int] | None = None  # requests by MissKind, in lower case
     prompt_change: ChangingToken | None = None  # of the latest prompts

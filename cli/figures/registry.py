@@ -17,8 +17,8 @@ from llmsched.engine.request_latency import DEFINITIONS
 from llmsched.engine.units import human_bytes, human_seconds
 
 _DRAFTS = {
-    "tokens per draft": "tokens that a request got from a step that checked a draft of its next tokens: one, and the "
-    "draft tokens that were right"
+    "tokens per draft": "mean number of output tokens that a step with a draft (speculative decoding) gave a request: "
+    "the accepted draft tokens and one more"
 }
 
 #: Function that returns the value of a figure; None if the run has no such value.
@@ -125,7 +125,7 @@ def _memory_json(used: kv_memory.MemoryUsage) -> dict[str, Any]:
 
 
 def _scheduler_json(figures: Measurement) -> dict[str, Any] | None:
-    """Return the numbers of running and waiting requests over the samples of the target's state."""
+    """Return the mean and the maximum of running and of waiting requests, over the samples of the target's state."""
     if not figures.samples:
         return None
     return {

@@ -91,7 +91,7 @@ def _read(path: Path) -> dict[bytes, ApiKey]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
-    """Yield the entries, and where each is. Messages of errors must not quote the file, which has keys."""
+    """Yield each entry and its place in the file. Error messages must not quote the file, because it has keys."""
     for place, value in _values(path):
         if not isinstance(value, dict):
             raise ConfigError("api_keys", f"{path}, {place}: is not a table or a JSON object")

@@ -280,7 +280,7 @@ def _serve_replicas(
 
 
 def _observers(flags: ServerFlags) -> list[RequestObserver]:
-    """Return what the server calls with every request that has ended."""
+    """Return the functions that the server calls with every request that has ended."""
     from llmsched.cli.serve.request_log import log_request
     from llmsched.cli.serve.tracing import otlp_tracer
 

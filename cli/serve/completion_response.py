@@ -209,7 +209,7 @@ class CompletionResponse:
 
 
 class AnswerFailedError(ApiError):
-    """Error of a request that was accepted and has failed since."""
+    """Error of a request that failed after it was accepted."""
 
 
 def _failure(output: RequestOutput) -> AnswerFailedError | None:

@@ -42,10 +42,11 @@ class _Budgets(NamedTuple):
 
 
 class KeyUse:
-    """Use of API keys, in budgets and metrics. Keys are told apart by name, so that a new file refills no budget.
+    """Budgets and metrics of API keys. A budget belongs to a key's name, so reading the file again refills none.
 
-    A request is accepted if the key may send one more and has tokens left. Its prompt counts at once, its output when
-    it has ended. So the tokens may be overdrawn, and the key waits until they have refilled.
+    A request is accepted if both budgets of its key have at least 1 left. The tokens of its prompt are taken at once,
+    those of its output when the request ends. So a token budget can become negative; until it has refilled, requests
+    are refused.
     """
 
     def __init__(self, metrics: EngineMetrics, clock: Callable[[], float] = time.monotonic) -> None:

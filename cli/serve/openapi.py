@@ -36,7 +36,7 @@ def with_body(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Make the description of `app` have the schemas of these bodies and of errors. It is made at its first use."""
+    """Add the schemas of these bodies and of errors to the description of `app`, which is made at its first use."""
 
     def description() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -72,7 +72,7 @@ _TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _TOKENS_SCHEMA]}
 _PROMPTS_SCHEMA = {"anyOf": [{"type": "string"}, _TOKENS_SCHEMA, {"type": "array", "items": _PROMPT_SCHEMA}]}
 
-#: A list of texts, of which a single one may be given without the list.
+#: List of texts. A text stands for a list of one text.
 _Texts = Annotated[
     list[str],
     Field(fail_fast=True),

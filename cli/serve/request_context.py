@@ -17,12 +17,12 @@ CLASSES = {"interactive": 0, "batch": 1}
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What the server knows of an HTTP request to the model beside its body."""
+    """Facts about an HTTP request to the model that are not in its body."""
 
     request_id: str = ""  # X-Request-Id
     priority: int = 0
     deadline: float = math.inf  # in seconds of the engine's clock
-    #: Called with the id of the answer and its choices that have ended, once no more of the answer will be computed.
+    #: Called once, when the whole answer has ended, with the answer's id and its choices that have ended.
     on_end: Callable[[str, list[ChoiceRecord]], None] = lambda _, __: None
 
 

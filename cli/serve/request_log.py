@@ -68,7 +68,7 @@ class EndedRequest:
         }
 
     def times(self) -> dict[str, float | None]:
-        """Return latencies in seconds by name, None for what did not come."""
+        """Return latencies in seconds by name. A latency is None if the tokens for it did not come."""
         start, scheduled, first = self.arrival_time, self.first_scheduled_time, self.first_token_time
         return {
             "queue": None if scheduled is None else scheduled - start,

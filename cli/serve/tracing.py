@@ -29,7 +29,7 @@ _FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
 class RequestTracer:
     """Observer that makes the spans of a request once it has ended. `clock` is the engine's clock.
 
-    The span continues the trace in the request's traceparent header, and is not recorded if that says so.
+    The span continues the trace in the request's traceparent header, and is not recorded if that header says so.
     """
 
     def __init__(self, provider: TracerProvider, clock: Callable[[], float] = time.monotonic) -> None:

@@ -64,7 +64,7 @@ class ServerMetrics:
         return cls(values)
 
     def since(self, before: ServerMetrics) -> ServerMetrics:
-        """Return the metrics with what was counted after `before`: the growth of counters and histograms."""
+        """Return the metrics with the growth of counters and histograms since `before`."""
         grown: dict[str, Sequence[LabelledValue]] = {}
         for name, values in self._values.items():
             if name.endswith(_GROWING):

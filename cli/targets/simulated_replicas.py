@@ -83,6 +83,6 @@ class SimulatedRouter:
     def _publish(self, now: float) -> None:
         for index, published in enumerate(self._published):
             if now - published >= self.publish_seconds:
-                # An engine may be in the middle of a step, after which its state is known.
+                # If an engine is in the middle of a step, its state is the one after the step.
                 self._rule.update(self._replicas[index], self._reporters[index].report(now))
                 self._published[index] = now

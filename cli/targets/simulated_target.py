@@ -78,7 +78,7 @@ def simulate_run(
     router = SimulatedRouter(engines, replication.router, workload.seed) if len(engines) > 1 else None
     planned, ended = workload.plan(COMMON_IDS, TextEncode(blueprint.config.model, warn)), 0
     total = 0 if workload.stop_after else len(planned)
-    # A meter observes each step, which a simulation of many replicas skips where it can.
+    # A meter must observe every step, but a simulation of several replicas skips uneventful steps.
     meter = KVMeter() if router is None else None
     engines[0].on_step = meter
     samples, before = _Samples(engines), _counts(engines)

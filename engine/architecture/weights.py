@@ -199,7 +199,7 @@ def stored_bytes(
 
 
 def _rounded_bytes(modules: Mapping[str, Parameters], rounding: str, dtype_bytes: int, fields: Fields) -> float:
-    """Estimate the bytes of matrices that are rounded, as if rows outside of experts had hidden_size numbers."""
+    """Estimate the bytes of a model whose matrices are rounded. Rows outside of experts count hidden_size numbers."""
     hidden, inner = fields.get("hidden_size") or 0, fields.get("moe_intermediate_size", default=fields.mlp_size)
 
     def saved(name: str, count: int, width: int, chosen: str) -> float:
@@ -234,7 +234,7 @@ def experts_by_layer(sizes: Mapping[str, float]) -> dict[int, int]:
 
 
 def wide_note(parts: Sequence[str], dtype_bytes: int) -> tuple[str, ...]:
-    """Return the sentence which says that matrices of these parts are not quantised; no sentence without parts."""
+    """Return a note that matrices of these parts are not quantised, or no note if there are no parts."""
     return (f"not quantised: {', '.join(parts)} ({8 * dtype_bytes} bits)",) if parts else ()
 
 

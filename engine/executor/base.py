@@ -63,7 +63,7 @@ class RowResult:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None  # ends only this sequence
     caused_by_request: bool = False  # False if the model caused the error
-    #: Results after each token of the draft. Each is valid if the draft up to there is what was sampled.
+    #: Results after each token of the draft. A result is valid only if all draft tokens before it were sampled.
     more: ListLike[RowResult] = ()
 
     @property

@@ -67,7 +67,7 @@ def shape_of(plan: StepPlan, window: int | None = None) -> StepShape:
 
 
 def decode_shape(ends: Sequence[int], window: int | None = None) -> StepShape:
-    """Return the shape of a step of decodes, of which each reads and extends its KV to `ends[i]` tokens."""
+    """Return the shape of a step of decodes. Decode i extends its KV to `ends[i]` tokens, and reads them."""
     kv = sum(ends)
     window_kv = kv if window is None else sum(min(end, window) for end in ends)
     return StepShape(0, len(ends), kv, window_kv_tokens=window_kv, sampled_rows=len(ends))

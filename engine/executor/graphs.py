@@ -108,7 +108,7 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """CUDA graphs of a model's forward passes over decodes: one for each number of rows. A row is one sequence.
 
-    For steps in which some rows have an adapter, there are graphs of their own, so that other steps do not take longer.
+    Steps in which some rows have an adapter use separate graphs, so that other steps do not take longer.
     `tables` [groups, rows, blocks] (int32) are the block tables that the graphs read. They must be large enough for
     every step.
     """

@@ -34,7 +34,7 @@ class KVLayout:
     full_groups: int = 1
     window_groups: int = 0
     window: int = 0
-    recurrent: bool = False  # True if sequences have recurrent state besides, which is not in blocks
+    recurrent: bool = False  # True if sequences also have recurrent state, which is not in blocks
 
     @property
     def num_groups(self) -> int:

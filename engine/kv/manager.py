@@ -138,8 +138,8 @@ class KVManager:
         if self.states is None:
             return
         source = None if hit.node is None or hit.from_host else hit.node.state
-        # A snapshot is kept where the prompt ends, and where it parts from cached prompts. The same prompt cannot reuse
-        # its last token; a prompt without output, such as that of a pin, is to be reused by longer ones.
+        # A snapshot is kept where the prompt ends, and where it diverges from cached prompts. The end excludes the last
+        # token, because the same prompt computes it again. A pin has no output, so only longer prompts reuse it, whole.
         reused = request.num_tokens - (request.sampling.max_tokens > 0)
         end = reused // self.block_size * self.block_size
         parting = min(end, hit.num_alike // self.block_size * self.block_size)

@@ -83,8 +83,8 @@ class InFlightPrefixes:
     def num_saved(self, node: PrefixNode | None, request: Request, start: int, limit: int) -> int:
         """Return after how many leading tokens of `request` another running request will save its recurrent state.
 
-        Where the prompts part, the other request is told to save it there, if it has not passed that block yet. `start`
-        and `limit` are as in `num_coming`; the result is 0 if no state will be saved.
+        Ask other requests to save it at the last block boundary before the prompts diverge, if they have not passed it.
+        `start` and `limit` are as in `num_coming`; the result is 0 if no state will be saved.
         """
         most = 0
         for other in self._newest(node, request.prefix_key):

@@ -65,7 +65,7 @@ class TreeObserver(Protocol):
 
 
 class PrefixTree:
-    """Tree of token blocks with one root per PrefixKey, which is called the salt.
+    """Tree of token blocks with one root per PrefixKey. Arguments named `salt` are such keys.
 
     A node's blocks hold KV computed after the tokens of its ancestors, and a block belongs to at most one node. A node
     with children stays in the tree even if its sliding-window blocks are evicted.

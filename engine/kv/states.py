@@ -1,7 +1,7 @@
 """Slots for recurrent state: one for each running sequence, and snapshots of prefixes in the prefix cache.
 
-The KV of a prefix can be reused from any block on, but recurrent state only where it was saved. Snapshots are saved at
-block boundaries: at the end of a prompt, where prompts part, and at the newest boundary that a sequence has reached.
+The KV of a prefix can be reused up to any block, but recurrent state only where it was saved. Snapshots are saved at
+block boundaries: at the end of a prompt, where two prompts diverge, and at the last boundary before a sequence's end.
 The first two follow Marconi (Pan et al. 2024).
 """
 
@@ -45,11 +45,11 @@ class StateSlots:
 
     @property
     def num_spare(self) -> int:
-        """Number of slots that requests need not get before they run."""
+        """Number of available slots beyond those reserved for requests that may still start."""
         return self.pool.num_available - self._num_idle
 
     def open(self, request: Request, source: int | None, save_at: Iterable[int]) -> None:
-        """Give an admitted request a slot, whose state is copied from the snapshot `source` (None: it is not copied).
+        """Give an admitted request a slot. Its state is copied from the snapshot `source`, unless that is None.
 
         Snapshots are saved after the numbers of tokens `save_at`.
         """
@@ -88,9 +88,9 @@ class StateSlots:
         return RowState(state.slot, saves)
 
     def _may_follow(self, state: SequenceState) -> bool:
-        """Return True if a snapshot may follow the newest one, and make room for it.
+        """Return True if the sequence may save one more snapshot, and drop its newest one if slots are short.
 
-        A sequence that gets ever longer evicts at most one snapshot of others.
+        So a sequence that gets ever longer evicts at most one snapshot of others.
         """
         if self.pool.num_free or state.newest is None:
             return True

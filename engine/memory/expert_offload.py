@@ -27,7 +27,7 @@ class ExpertOffload(NamedTuple):
         return round(self.host_bytes * used)
 
     def describe(self, tokens: int, device: str) -> str:
-        """Describe the plan, and what decodes and a step of `tokens` tokens copy to the GPU whose name is `device`."""
+        """Describe the plan, and the bytes that decodes and a step of `tokens` tokens copy to the GPU `device`."""
         host_bandwidth = next((gpu.host_bandwidth for gpu in gpus().values() if gpu.name == device), None)
         costs = []
         for what, count in (("a decode of 1 sequence", 1), ("of 8", 8), (f"a step of {tokens:,} tokens", tokens)):
@@ -54,6 +54,8 @@ def plan_offload(shape: ModelShape, room: int) -> ExpertOffload:
         total += sizes[layer]
     if not layers:
         size = human_bytes(sizes[max(sizes)])
-        raise ConfigError("expert_offload", f"{human_bytes(room)} hold no layer's experts, which take {size} each")
+        raise ConfigError(
+            "expert_offload", f"{human_bytes(room)} is less than the {size} of one layer's experts; set more"
+        )
     largest = max(sizes[layer] for layer in layers)
     return ExpertOffload(tuple(sorted(layers)), total, largest, shape.num_experts, shape.experts_per_token)

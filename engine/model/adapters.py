@@ -49,7 +49,7 @@ class Adapters:
         return cls(model.dtype, model.device, padded_rank(files), by_module, weights)
 
     def matrices(self, linears: Sequence[nn.Module]) -> LoraMatrices | None:
-        """Return the matrices for linear layers that are computed as one. None: no adapter changes them."""
+        """Return the matrices for linear layers that are computed as one, or None if no adapter changes them."""
         spans, first = [], 0
         for linear in linears:
             inputs, outputs = linear_shape(linear)

@@ -84,7 +84,7 @@ class LatentProducts(NamedTuple):
 
 
 class Layer(NamedTuple):
-    latent: LatentProducts | None  # in a layer with latent attention, which uses neither of the next four
+    latent: LatentProducts | None  # in a layer with latent attention, which uses none of the next four fields
     project: Product | None
     #: Weights of norms of queries and of keys that `rotate_and_write` does not compute, see `head_norm_of`.
     other_norms: tuple[Tensor, ...]
@@ -183,7 +183,7 @@ class FusedDecoder:
         return Mlp(self._product(parts.up), self._product([parts.down]), parts.activation, parts.gated)
 
     def _product(self, linears: Sequence[Linear]) -> Product:
-        """Join linear layers, see `product`, and what adapters add to them."""
+        """Join linear layers as `product(...)` does, together with the adapters' matrices for them."""
         if self._adapters is None:
             return product(linears)
         self._adapted |= self._adapters.by_module.keys() & set(linears)

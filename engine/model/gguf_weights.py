@@ -117,7 +117,7 @@ def _name(file: GGUFFile, name: str) -> str | None:
 
 
 def _shape(file: GGUFFile, names: Sequence[str]) -> tuple[int, ...]:
-    """Return the shape of the model's tensor that consists of the tensors `names`."""
+    """Return the shape of the model's tensor that joins the tensors `names` of the file."""
     shape = file.tensors[names[0]].shape
     if EXPERTS in names[0]:
         shape = (shape[0], len(names) * shape[1], *shape[2:])
@@ -126,7 +126,7 @@ def _shape(file: GGUFFile, names: Sequence[str]) -> tuple[int, ...]:
 
 
 def _dense(file: GGUFFile, names: Sequence[str]) -> torch.Tensor:
-    """Return a tensor of the model, which consists of the tensors `names`: those of gate and up, or one."""
+    """Return the model's tensor that joins the tensors `names` of the file: gate and up, or a single one."""
     if EXPERTS not in names[0]:
         values = torch.from_numpy(_restore(file, names[0])(dequantized(file, names[0])))
         return values[None] if "ffn_gate_inp_shexp" in names[0] and values.ndim == 1 else values
@@ -160,7 +160,7 @@ def _permuted_heads(file: GGUFFile, name: str) -> int | None:
 
 
 def _packed(file: GGUFFile, names: Sequence[str]) -> PackedMatrix:
-    """Return a packed matrix of the model, which consists of the tensors `names`: those of gate and up, or one."""
+    """Return the model's packed matrix that joins the tensors `names` of the file: gate and up, or a single one."""
     matrices = [packed(file, name) for name in names]
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

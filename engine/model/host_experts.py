@@ -34,7 +34,7 @@ class HostExperts:
         self._places = places
 
     def routed(self, matrices: Matrices, experts: list[int], num_experts: int) -> Matrices:
-        """Return matrices of the layer on the device, of which only those of `experts` have the right contents."""
+        """Copy the matrices of `experts` to the device. Return the layer's matrices there, valid for `experts` only."""
         if isinstance(matrices, Tensor):
             return self._routed(matrices, experts, num_experts)
         parts = (None if part is None else self._routed(part, experts, num_experts) for part in matrices)

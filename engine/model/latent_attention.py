@@ -51,7 +51,7 @@ def latent_weight(module: Any) -> Tensor | None:
 
 
 class NarrowQuery(NamedTuple):
-    """What follows the first of two matrices that compute the queries."""
+    """Norm and second matrix of queries that two matrices compute."""
 
     norm: Norm
     rule: NormRule
@@ -119,7 +119,7 @@ class _Recorder:
 
 
 def _is_interleaved(module: Any, parts: LatentParts, rotary: nn.Module | None) -> bool:
-    """Return which pairs of numbers the module rotates, see `reference.rotate_and_write_latents`."""
+    """Return True if the module rotates pairs of neighbours, see `reference.rotate_and_write_latents`."""
     # The module is run on random rows. Its order of the rotated numbers does not matter, so scores are compared.
     count, device = 5, parts.weight.device
     positions = 97 * torch.arange(count, device=device)

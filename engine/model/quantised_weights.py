@@ -92,7 +92,7 @@ def dequantised_state_dict(
 
 
 def stacked_experts(matrices: Sequence[PackedMatrix], num_experts: int) -> PackedMatrix:
-    """Join the rows of matrices of one kind, of which each expert has as many. One matrix is returned as it is."""
+    """Join the rows of all experts' matrices, an equal number per expert. A single matrix is returned as it is."""
     if len(matrices) == 1:
         return matrices[0]
     offsets = [matrix.offsets for matrix in matrices if matrix.offsets is not None]

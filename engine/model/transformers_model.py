@@ -79,7 +79,7 @@ class TransformersModel:
         return logits if self._selects_logits or logit_rows is None else logits[logit_rows]
 
     def add_adapters(self, adapters: Adapters) -> None:
-        """Let the adapted modules add what the adapters of their tokens give, in every pass of this wrapper."""
+        """Hook the adapted modules, so that passes of this wrapper add the LoRA products of their tokens' adapters."""
         kernels: Any = load_backend(backend_name(adapters.device.type))
         for module in adapters.by_module:
             matrices = adapters.matrices([module])
@@ -104,7 +104,7 @@ def _add_lora(
     inputs: tuple[torch.Tensor, ...],
     output: torch.Tensor,
 ) -> None:
-    """Add what adapters give to the output of a module, in place."""
+    """Add the LoRA products to the output of a module, in place."""
     if not tokens.lora:
         return
     rows = inputs[0].flatten(0, -2)

@@ -1,4 +1,4 @@
-"""Outputs of the engine that are saved, and compared with those of another version, setting or device.
+"""Saved outputs of the engine, for comparison with those of another version, setting or device.
 
 The file is JSON: {"format": FORMAT, "version": VERSION, "origin": {...}, "vocab_size": V, "outputs": [...]}. An output
 is {"name", "prompt", "tokens", "top_ids", "top_logprobs"}: the token ids of a prompt and of its greedy continuation
@@ -90,7 +90,7 @@ class OutputComparison:
 
 
 def read_outputs(path: Path) -> SavedOutputs:
-    """Read a file that `SavedOutputs.write` has written. Raises LlmschedError if that is not possible."""
+    """Read a file that `SavedOutputs.write` has written. Raises LlmschedError if it cannot be read."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(body, dict) or body.get("format") != FORMAT:

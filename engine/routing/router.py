@@ -71,13 +71,14 @@ class _Replica:
 class PrefixRouter(OpenRequests):
     """Rule that chooses the replica with the lowest expected time to first token.
 
-    The seconds of prefill count PREFILL_WEIGHT times more, because they delay later requests as well. Of equal
-    replicas, the one with the fewest cached prefixes is chosen, so that the caches fill evenly. Further ties are broken
-    at random.
+    The prefill of the request counts PREFILL_WEIGHT times more, because it also delays later requests. Among equal
+    replicas, the rule chooses the one with the fewest cached prefixes, so that the caches fill evenly. Further ties are
+    broken at random.
 
-    The expected time is the replica's backlog of prefills, plus the wait for a free seat, plus the prefill of the part
-    of the prompt that the replica has not cached. It is computed from the state that the replica published, and from
-    what this router has sent to it since. If k of n replicas have no state from the last MAX_AGE seconds, a share k / n
+    The expected time is the wait until the replica admits the request, plus a step and the prefill of the part of the
+    prompt that the replica has not cached. The wait is the longer of the replica's backlog of prefills and the time
+    until enough requests have ended. It is computed from the state that the replica published, and from what this
+    router has sent to it since. If k of n replicas have no state from the last MAX_AGE seconds, a share k / n
     of the requests goes to the less loaded of two random replicas instead.
     """
 

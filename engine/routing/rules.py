@@ -84,7 +84,7 @@ class OpenRequests:
         del self.num_open[replica]
 
     def less_loaded_of_two(self, replicas: Sequence[str]) -> str:
-        """Return the one of two random replicas with fewer open requests (Mitzenmacher 2001)."""
+        """Choose two replicas at random, and return the one with fewer open requests (Mitzenmacher 2001)."""
         two = self.random.sample(replicas, min(2, len(replicas)))
         return min(two, key=self.num_open.__getitem__)
 
@@ -162,7 +162,7 @@ class AffinityRule(OpenRequests):
         self._received.pop(replica, None)
 
 
-#: Name of each rule, with what makes it. PrefixRouter is in router.py.
+#: Class of each rule, by the rule's name. PrefixRouter is in router.py.
 SIMPLE_RULES: dict[str, Callable[[Random], Rule]] = {
     "random": RandomRule,
     "round-robin": RoundRobinRule,

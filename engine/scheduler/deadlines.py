@@ -17,7 +17,7 @@ CERTAIN = 0.5
 
 
 class _StepTimes(NamedTuple):
-    """Times in seconds: of a step, and what one prefill token and one decoding request add to it."""
+    """Seconds of a step, and the seconds that one prefill token and one decoding request add to it."""
 
     step: float
     prefill_token: float
@@ -25,7 +25,7 @@ class _StepTimes(NamedTuple):
 
 
 class Deadlines:
-    """Watch over the requests that have a deadline. Its predictions are those of the scheduler's step-time model.
+    """Checker of requests' deadlines. It predicts times with the scheduler's step-time model.
 
     Without a trusted model (after few steps, and with baseline policies), first tokens are not predicted, and requests
     are hopeless only once their deadline has passed.
@@ -41,9 +41,9 @@ class Deadlines:
             self._watched.add(request)
 
     def seconds_to_first_token(self, new: Sequence[Request]) -> float | None:
-        """Return the predicted time until the last of the `new` requests, if queued now, has its first token.
+        """Predict the seconds until all `new` requests, if queued now, have their first token.
 
-        None: the scheduler cannot predict it yet.
+        Returns None if the step-time model is not trusted yet.
         """
         # The running requests are assumed to end as predicted, and those ahead in the queue to find as much of their
         # prompts in the prefix cache as earlier ones did.
@@ -59,7 +59,7 @@ class Deadlines:
         uncached = 1 - counters.prefix_hit_tokens / max(1, counters.prefix_queried_tokens)
         before = sum(count for request, count in behind.items() if count > 1 and request.rank <= rank)
         before += math.ceil(uncached * sum(request.num_tokens for request in ahead))
-        if scheduler.admission.is_short(last):  # it passes the others, but each of its steps computes their tokens too
+        if scheduler.admission.is_short(last):  # it overtakes longer requests, but the steps also compute their tokens
             ahead = [request for request in scheduler.waiting.short_ones(len(ahead)) if request.rank <= rank]
             steps = math.ceil((own + uncached * sum(request.num_tokens for request in ahead)) / per_step)
         else:

@@ -3,11 +3,11 @@
 A step computes a draft as a short prefill after the request's last token, and samples a token after each of its tokens.
 The samples are kept up to the first one that differs from the draft. The output is that of decoding without drafts:
 what is sampled is a function of the logits and of a key, and the key depends only on the seed and the position. So a
-token that is sampled after a draft is the token that plain decoding samples there, if the draft is what was sampled up
-to there; other samples are dropped. By induction, the outputs are equal token by token for every seed, and therefore
-equal in distribution. A draft token is kept with its probability under the model, which is the best that rejection
-sampling can do with a fixed guess (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative
-decoding", ICML 2023, with a draft model that is certain of its guess).
+token that is sampled after right draft tokens is the token that plain decoding samples there. Samples after a wrong
+draft token are dropped. By induction, the outputs are equal token by token for every seed, and therefore equal in
+distribution. A draft token is kept with its probability under the model, which is the best that rejection sampling can
+do with a fixed guess (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML
+2023, with a draft model that is certain of its guess).
 
 Lookup of n-grams: A. Saxena, "Prompt lookup decoding", 2023.
 """
@@ -24,8 +24,8 @@ from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
 from llmsched.engine.scheduler.ngram_index import NgramIndex, continuation
 from llmsched.engine.scheduler.token_budget import DraftCosts, Pacer
 
-#: Share of draft tokens that are assumed to be right before any was checked, and number of checked tokens for which an
-#: assumption counts.
+#: Share of draft tokens that are assumed to be right before any is checked, and the number of checked tokens whose
+#: weight this assumption has.
 ASSUMED_SHARE, ASSUMED_WEIGHT = 0.5, 4.0
 #: Factor by which each checked token lowers the weight of those before it.
 FORGET = 0.95
@@ -71,12 +71,12 @@ class Proposal(NamedTuple):
 
 
 class Drafter:
-    """Chooser of drafts: `speculative` says how.
+    """Chooser of drafts, as the setting `speculative` says.
 
     With ngram, each request whose last tokens occur earlier in its prompt or output gets a draft of up to
-    num_speculative_tokens tokens. With auto, a step has the drafts with which it is expected to make the most tokens
-    per second, by the share of right drafts so far and by the step-time model. Drafts that are not computed are checked
-    too, against the token that is sampled.
+    num_speculative_tokens tokens. With auto, a step gets the drafts that promise the most output tokens per second,
+    according to the share of right drafts so far and the step-time model. If a step leaves a draft out, its first
+    token is still compared with the token that the step samples, so that the share is always known.
     """
 
     def __init__(self, config: ResolvedConfig, pacer: Pacer, ledger: Ledger, counters: SchedulerCounters) -> None:
@@ -104,8 +104,8 @@ class Drafter:
     def choose(self, decodes: Sequence[Request], room: int, *, ahead: bool = False) -> dict[Request, tuple[int, ...]]:
         """Return drafts for some of the requests that decode in the next step, with at most `room` tokens in all.
 
-        With `ahead`, a step in flight samples tokens of these requests. The result then says which drafts there would
-        be if these tokens were known and as expected; it is empty if it does not pay to wait for them.
+        With `ahead`, a step in flight samples tokens of these requests. The drafts are then those for the tokens that
+        the step is expected to sample. The result is empty if it is faster not to wait for that step.
         """
         room = min(room, MAX_DRAFT_TOKENS)
         if room <= 0:

@@ -13,7 +13,7 @@ MAX_COMPARED = 8
 
 
 class Match(NamedTuple):
-    """Earlier place whose last `length` tokens equal those at the end of the sequence."""
+    """Earlier place in a sequence. The `length` tokens before it equal the last tokens of the sequence."""
 
     end: int  # number of tokens up to the place
     length: int
@@ -22,7 +22,7 @@ class Match(NamedTuple):
 class NgramIndex:
     """Index of the places at which each n-gram of `shortest` tokens occurs in a sequence that grows.
 
-    It only holds numbers: every call gets the tokens, which must begin with the tokens of the call before.
+    It does not keep the tokens: each call gets all of them, and they must begin with those of the previous call.
     """
 
     # As in LZ77 compressors, a hash table has the latest place of each n-gram, and `_earlier` chains the places of
@@ -46,7 +46,7 @@ class NgramIndex:
         return self.num_indexed >= len(token_ids) - 1
 
     def find(self, token_ids: Sequence[int]) -> Match | None:
-        """Return the place with the longest match of at most `longest` tokens (of equal ones the latest), or None."""
+        """Return the place with the longest match (at most `longest` tokens), the latest among equals, or None."""
         place = self._latest.get(tuple(token_ids[-self._shortest :]), 0)
         best: Match | None = None
         for _ in range(MAX_COMPARED):
@@ -68,7 +68,7 @@ class NgramIndex:
 
 
 def continuation(token_ids: Sequence[int], start: int, count: int) -> list[int]:
-    """Return `count` tokens from index `start` on, as if the tokens from there to the end repeated for ever."""
+    """Return `count` tokens from index `start` on, as if the tokens from there to the end repeated forever."""
     found = list(token_ids[start : start + count])
     while len(found) < count:
         found += found[: count - len(found)]

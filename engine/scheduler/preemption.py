@@ -62,7 +62,7 @@ class MeasuredCosts:
             self.block_copy.add(result.swap_elapsed, len(plan.swap_out) + len(plan.swap_in))
         computing = result.elapsed - result.swap_elapsed
         num_prefill_tokens = plan.num_tokens - len(plan.rows)
-        if plan.num_draft_tokens:  # neither a decode step nor, token for token, a prefill
+        if plan.num_draft_tokens:  # drafts cost neither as much as decodes nor as prefill tokens
             return
         if num_prefill_tokens == 0:
             self.learn_decodes(computing)

@@ -329,8 +329,8 @@ class Scheduler:
         """
         # The steps may have done any part of their work. The KV that they computed is in blocks that no lookup finds.
         # The KV that they copied may be incomplete, so each request into whose blocks the steps were to copy KV is
-        # preempted, and KV that the steps were to save in host memory is dropped. Recurrent state may be that after any
-        # of the steps' tokens, so each request with such a state is preempted too. Further requests are preempted until
+        # preempted, and KV that the steps were to save in host memory is dropped. The steps may have advanced recurrent
+        # states, so each request with such a state is preempted too. Further requests are preempted until
         # one token of each running request fits in a step.
         assert self._in_flight is plan
         self._in_flight = None

@@ -205,7 +205,7 @@ class StepBuilder:
     def draft(self, drafts: Mapping[Request, tuple[int, ...]]) -> int:
         """Add drafts to requests given to `decode(...)`, as far as the token budget and free blocks allow.
 
-        Returns the number of draft tokens. Call this last, so that drafts get what nothing else needs.
+        Returns the number of draft tokens. Call this last, so that drafts get only what no other request needs.
         """
         before = self.left
         for request, draft in drafts.items():

@@ -100,8 +100,8 @@ def attend_rows(
     `query` and `output` have the same type, float32 or bfloat16. `sinks`, `slopes` and `kv_scales` are float32, the
     caches are of a type in ELEMENTS, and `block_tables` are int32. All tensors must be contiguous.
 
-    `rope` is for latent attention, in which one KV head has keys that are also its values. It has more numbers of the
-    queries [tokens, heads, P] and of the keys [num_blocks, 1, block_size, P], to which row 1 of `kv_scales` belongs.
+    `rope` is for latent attention, in which the keys of the one KV head are also its values. It has the rotary parts of
+    the queries [tokens, heads, P] and of the keys [num_blocks, 1, block_size, P], whose scale is row 1 of `kv_scales`.
     """
     rows, num_splits = listed
     tokens, heads, head_dim = query.shape

@@ -1,6 +1,6 @@
 """LoRA products on the CPU: torch's products for prefill chunks, and a kernel for the rows of decodes."""
 # Decodes of several requests mix adapters, so torch would need a few operations for each of them. The kernel computes
-# all these rows in one call, in which the memory that the adapters' matrices take is read once.
+# all these rows in one call, which reads the matrices of each adapter once.
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def add_lora(output: Tensor, rows: Tensor, matrices: LoraMatrices, work: Work) -
 
 
 def _add_run(output: Tensor, rows: Tensor, matrices: LoraMatrices, adapter: int) -> None:
-    """Add what one adapter gives for each row."""
+    """Add the LoRA product of one adapter to each row."""
     inner, b = F.linear(rows, matrices.a[adapter]), matrices.b[adapter]
     rank, column = len(b), 0
     for span, (first, width) in enumerate(matrices.spans):

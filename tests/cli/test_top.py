@@ -1,4 +1,4 @@
-"""`llmsched top` against a live server: one document, one screen, or a line for each look."""
+"""`llmsched top` against a live server: one document, one screen, or a line for each query."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ class OutputFlags:
             parser=typed(fraction),
             metavar="SHARE",
             show_default=f"{TOLERANCE:.0%}",
-            help="With --against, share by which the intervals may lie apart.",
+            help="With --against: a gap between the intervals of up to this share of the saved interval's bound "
+            "counts as no difference.",
         ),
     ] = None
     definitions: Annotated[
@@ -82,7 +83,9 @@ class OutputFlags:
                     f"{flag} works only with a single run; drop it, or drop --find-knee/--compare/--self-check"
                 )
         if self.tolerance is not None and (self.against is None or not 0 <= self.tolerance <= 1):
-            raise LlmschedError(f"--tolerance {self.tolerance:g}: is a share from 0 to 1 for --against FILE; add that")
+            raise LlmschedError(
+                f"--tolerance {self.tolerance:g}: must be a share from 0 to 1, given with --against FILE"
+            )
         if modes.self_check and (self.csv or self.report):
             raise LlmschedError("--csv and --report do not apply to --self-check; use --save or --json")
         files = self._files()

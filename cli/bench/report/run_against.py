@@ -20,7 +20,7 @@ Verdict = Literal["worse", "better", "same"]
 
 
 class Comparison(NamedTuple):
-    """One figure in both runs, latencies in ms. If one of the runs has no interval of it, the verdict is None."""
+    """One figure in both runs, latencies in ms. The verdict is None if a run lacks the confidence interval."""
 
     name: str
     before: float | None
@@ -37,7 +37,7 @@ class _Compared(NamedTuple):
 
 
 def check_comparable(earlier: Mapping[str, Any], workload: Load, measured: bool) -> None:
-    """Raise LlmschedError if the saved run `earlier` had another load, or only one of both runs is simulated."""
+    """Raise LlmschedError if the saved run `earlier` had another load, or if only one of the runs is simulated."""
     if earlier["measured"] != measured:
         kinds = ["measured" if each else "simulated" for each in (earlier["measured"], measured)]
         raise LlmschedError(
@@ -95,7 +95,11 @@ def _conclusion(compared: list[Comparison]) -> str:
     worse, better = ([one.name for one in compared if one.verdict == verdict] for verdict in ("worse", "better"))
     if worse:
         return f"WORSE than the saved run: {', '.join(worse)}" + (f"; better: {', '.join(better)}" if better else "")
-    return f"better than the saved run: {', '.join(better)}" if better else "as the saved run, within the intervals"
+    return (
+        f"better than the saved run: {', '.join(better)}"
+        if better
+        else "same as the saved run, within the confidence intervals"
+    )
 
 
 def _latency(name: str, statistic: str) -> _Compared:

@@ -8,7 +8,7 @@ from typing import Any
 from llmsched.cli.bench.report.detailed_file import FORMAT
 from llmsched.engine.errors import LlmschedError
 
-#: Most bytes of a report. A larger file is not one.
+#: Largest size of a report in bytes. A larger file is refused.
 _MOST_BYTES = 64 << 20
 
 

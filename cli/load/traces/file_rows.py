@@ -50,7 +50,7 @@ class Row:
         self._where = f"{path}, {word} {line}"
 
     def inside(self, values: Mapping[str, Any]) -> Row:
-        """Return a record on the same line with other values, such as the values of a nested object."""
+        """Return a record for the nested object `values` of this record, with the same line number."""
         inner = copy(self)
         inner.values = values
         return inner

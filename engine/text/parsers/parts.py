@@ -14,7 +14,7 @@ class Kind(StrEnum):
 
 
 class Part(NamedTuple):
-    """Piece of an output. Pieces of one kind that follow each other, except CALL, belong together."""
+    """Piece of an output. Adjacent pieces of one kind form one text; each CALL begins a new call."""
 
     kind: Kind
     text: str

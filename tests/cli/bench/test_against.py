@@ -75,7 +75,7 @@ def test_a_regression_gives_exit_code_1(command: CommandLine, tmp_path: Path) ->
     assert command(*run, "h100", *LOAD, "--save", saved, "--slo-ttft", "50ms").code == 0
     outcome = command(*run, "h100", *LOAD, "--against", saved, "--slo-ttft", "50ms")
     assert outcome.code == 0
-    assert outcome.out.rstrip().endswith("as the saved run, within the intervals")
+    assert outcome.out.rstrip().endswith("same as the saved run, within the confidence intervals")
     outcome = command(*run, "l40s", *LOAD, "--against", saved, "--slo-ttft", "50ms", "--json")
     assert outcome.code == 1
     found = verdicts(outcome.json)
