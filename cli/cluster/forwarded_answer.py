@@ -7,13 +7,12 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from fastapi import Request
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from llmsched.cli.cluster.asgi_call import ForwardedRequest
+from llmsched.cli.cluster.forwarded_request import ForwardedRequest
 from llmsched.cli.cluster.replica import REPLICA_HEADER
 from llmsched.cli.cluster.routed_call import RoutedCall, known_replicas
 from llmsched.cli.serve.api_errors import ApiError
@@ -118,16 +117,6 @@ def replica_of(message: Message) -> str | None:
     """Return the name of the replica, if the message begins an answer."""
     names = [value for name, value in message.get("headers", ()) if name == REPLICA_HEADER]
     return names[0].decode() if names else None
-
-
-def forwarded_request(request: Request, body: bytes) -> ForwardedRequest:
-    """Return the request in a form that travels to a replica."""
-    scope = request.scope
-    client = None if request.client is None else (request.client.host, request.client.port)
-    headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
-    return ForwardedRequest(
-        request.method, scope["path"], scope.get("query_string", b""), headers, body, client, scope.get("root_path", "")
-    )
 
 
 _LOST = ApiError(503, "the replica that computed this request has failed; send the request again", code="replica_lost")

@@ -14,7 +14,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
 from llmsched.cli.cluster import routed_call
-from llmsched.cli.cluster.forwarded_answer import ForwardedAnswer, forwarded_request, whole_answer
+from llmsched.cli.cluster.forwarded_answer import ForwardedAnswer, whole_answer
+from llmsched.cli.cluster.forwarded_request import ForwardedRequest
 from llmsched.cli.cluster.prompt_hashing import PromptHasher
 from llmsched.cli.cluster.replica_metrics import merge_metrics
 from llmsched.cli.cluster.replica_spec import ReplicaSpec
@@ -42,7 +43,7 @@ class Ingress:
     @app.get("/metrics")
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of all replicas, each with the label `replica`."""
-        forwarded, nothing = forwarded_request(request, b""), self._hasher.routed("", b"")
+        forwarded, nothing = ForwardedRequest.of(request, b""), self._hasher.routed("", b"")
         texts = []
         names: list[str | None] = [*sorted(routed_call.known_replicas)]
         # One after the other, because Ray Serve cannot tell apart the calls that one request makes at the same time.
@@ -59,4 +60,4 @@ class Ingress:
         except ApiError as error:
             return error.response()
         prompt = await asyncio.to_thread(self._hasher.routed, request.url.path, body)
-        return ForwardedAnswer(self._replicas, prompt, forwarded_request(request, body))
+        return ForwardedAnswer(self._replicas, prompt, ForwardedRequest.of(request, body))

@@ -11,8 +11,8 @@ from typing import Any
 from ray import serve
 from starlette.types import Message
 
-from llmsched.cli.cluster.asgi_call import ForwardedRequest, call_app
 from llmsched.cli.cluster.autoscaling import WAIT
+from llmsched.cli.cluster.forwarded_request import ForwardedRequest, call_app
 from llmsched.cli.cluster.replica_spec import ReplicaSpec
 from llmsched.cli.cluster.routed_call import RoutedCall
 from llmsched.cli.serve.app import build_app

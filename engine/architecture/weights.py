@@ -113,18 +113,7 @@ def model_weights(
         doubts.append(f"the config does not state {', '.join(missing)}")
     doubt = "; ".join((*doubts, _REMEDY)) if doubts else None
     if rounding is not None:
-        count = round(_rounded_bytes(modules, rounding, dtype_bytes, fields))
-        shape, kind = (_BLOCK, _BLOCK), fields.model_type
-        routed = (f"{name}.weight" for name, counted in modules.items() if counted.experts)
-        wide = wide_parts(name for name in routed if format_of(name, shape, rounding, kind) is None)
-        notes += wide_note(wide, dtype_bytes)
-        experts = experts_by_layer(
-            {
-                name: _rounded_bytes({name: Parameters(experts=each.experts)}, rounding, dtype_bytes, fields)
-                for name, each in modules.items()
-            }
-        )
-        return Weights(count, "config", False, notes, doubt, (rounding,), wide, experts)
+        return _rounded_weights(modules, rounding, dtype_bytes, fields, notes, doubt)
     sizes = stored_bytes(modules, quantization, dtype_bytes, packed=packed)
     if quantization is not None:
         total = add_up(modules.values())
@@ -145,6 +134,28 @@ def model_weights(
     wide = wide_parts(f"{name}.weight" for name, counted in modules.items() if _is_wide(name, counted, quantization))
     notes += wide_note(wide, dtype_bytes)
     return Weights(sizes.total, "config", False, notes, doubt, (quantization.method,), wide, experts)
+
+
+def _rounded_weights(
+    modules: Mapping[str, Parameters],
+    rounding: str,
+    dtype_bytes: int,
+    fields: Fields,
+    notes: tuple[str, ...],
+    doubt: str | None,
+) -> Weights:
+    count = round(_rounded_bytes(modules, rounding, dtype_bytes, fields))
+    shape, kind = (_BLOCK, _BLOCK), fields.model_type
+    routed = (f"{name}.weight" for name, counted in modules.items() if counted.experts)
+    wide = wide_parts(name for name in routed if format_of(name, shape, rounding, kind) is None)
+    experts = experts_by_layer(
+        {
+            name: _rounded_bytes({name: Parameters(experts=each.experts)}, rounding, dtype_bytes, fields)
+            for name, each in modules.items()
+        }
+    )
+    notes += wide_note(wide, dtype_bytes)
+    return Weights(count, "config", False, notes, doubt, (rounding,), wide, experts)
 
 
 def _is_wide(name: str, counted: Parameters, quantization: Quantization) -> bool:

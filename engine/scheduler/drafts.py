@@ -76,7 +76,7 @@ class Drafter:
     With ngram, each request whose last tokens occur earlier in its prompt or output gets a draft of up to
     num_speculative_tokens tokens. With auto, a step gets the drafts that promise the most output tokens per second,
     according to the share of right drafts so far and the step-time model. If a step leaves a draft out, its first
-    token is still compared with the token that the step samples, so that the share is always known.
+    token is still compared with the token that the step samples, so that the share stays up to date.
     """
 
     def __init__(self, config: ResolvedConfig, pacer: Pacer, ledger: Ledger, counters: SchedulerCounters) -> None:

@@ -58,7 +58,6 @@ def multiply_tile(
     `start` + 1, ... of `scales` and `offsets` (float32) are those of the matrix's rows `first`, `first` + 1, ...
     2^`shift` blocks share a scale.
     """
-    # If fewer rows are left than `count`, the last row is multiplied again in place of the missing rows.
     how_many, how_many_columns = count.literal_value, num_columns.literal_value
     layout = Layout(coding.literal_value, bool(shifted.literal_value), groups_in_block.literal_value)
 
@@ -67,13 +66,7 @@ def multiply_tile(
         kinds = signature.args
         size = columns(context, builder, kinds[7], rows)
         index = size.type
-        num_rows = builder.sdiv(context.make_array(kinds[7])(context, builder, rows).nitems, size)
-        last = builder.sub(num_rows, index(1))
-        inputs = []
-        for each in range(how_many):
-            row = builder.add(number, index(each))
-            row = builder.select(builder.icmp_signed("<", row, last), row, last)
-            inputs.append(address(context, builder, kinds[7], rows, row))
+        inputs = _row_addresses(context, builder, kinds[7], rows, number, how_many)
         numbers = layout.load_table(builder, context.make_array(kinds[6])(context, builder, table).data)
         packed = []
         for each in range(how_many_columns):
@@ -98,6 +91,19 @@ def multiply_tile(
 
     numbers = (codes, types.intp, scales, offsets, types.intp, types.intp, table, rows, types.intp, sums)
     return types.void(*numbers, count, num_columns, coding, shifted, groups_in_block), codegen
+
+
+def _row_addresses(context: Any, builder: Any, kind: Any, rows: Any, number: Any, count: int) -> list[Any]:
+    """Return the addresses of `count` rows of an array, from `number` on. The last row stands for missing ones."""
+    size = columns(context, builder, kind, rows)
+    num_rows = builder.sdiv(context.make_array(kind)(context, builder, rows).nitems, size)
+    last = builder.sub(num_rows, size.type(1))
+    found = []
+    for each in range(count):
+        row = builder.add(number, size.type(each))
+        row = builder.select(builder.icmp_signed("<", row, last), row, last)
+        found.append(address(context, builder, kind, rows, row))
+    return found
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

@@ -101,7 +101,7 @@ def test_what_cannot_be_compared_is_refused(command: CommandLine, tmp_path: Path
     command(*run, "--compare", "fair,fcfs", "--rounds", "1", "--save", several)
     assert "is a report of bench --compare" in command.refused(*run, "--against", several)
     assert "--against works only with a single run" in command.refused(*run, "--find-knee", "--against", saved)
-    assert "--tolerance 0.1: is a share" in command.refused(*run, "--tolerance", "10%")
+    assert "--tolerance 0.1: must be a share" in command.refused(*run, "--tolerance", "10%")
     assert "is the file of --against" in command.refused(*run, "--save", saved, "--against", saved)
     assert "No such file" in command.refused(*run, "--against", str(tmp_path / "none.json"))
     (tmp_path / "text.json").write_text("{")

@@ -1,12 +1,13 @@
-"""HTTP requests in a form that can be sent to a replica, which calls its ASGI application with them."""
+"""Request of a client, forwarded to a replica, which calls its ASGI application with it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
 from llmsched.cli.serve.http_body import cancel
@@ -23,6 +24,15 @@ class ForwardedRequest:
     body: bytes
     client: tuple[str, int] | None = None
     root_path: str = ""
+
+    @classmethod
+    def of(cls, request: Request, body: bytes) -> Self:
+        """Return a request in a form that can be sent to a replica. Its body has been read."""
+        scope = request.scope
+        client = None if request.client is None else (request.client.host, request.client.port)
+        headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
+        query, root = scope.get("query_string", b""), scope.get("root_path", "")
+        return cls(request.method, scope["path"], query, headers, body, client, root)
 
     def scope(self) -> dict[str, Any]:
         """Return the ASGI scope of the request."""
