@@ -137,7 +137,7 @@ def test_outputs_are_saved_and_compared(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--max-kl", "1"), "--max-kl 1: is a finite limit for --against"),
+        (("--max-kl", "1"), "--max-kl 1: must be a finite number, given with --against"),
         (("--against", "a.json", "--seed", "1"), "--seed: the file of --against fixes the prompts"),
         (("--against", "nothing.json"), "--against nothing.json: No such file"),
         (("--save", "a.json", "--against", "a.json"), "--save a.json: is an input file"),
