@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 from starlette.types import Message
 
 from llmsched.cli.cluster import routed_call
-from llmsched.cli.cluster.asgi_call import ForwardedRequest, call_app
 from llmsched.cli.cluster.forwarded_answer import ForwardedAnswer
+from llmsched.cli.cluster.forwarded_request import ForwardedRequest, call_app
 from llmsched.cli.cluster.replica import REPLICA_HEADER
 from llmsched.cli.cluster.routed_call import RoutedCall
 from llmsched.engine.routing.rules import RoutedPrompt
