@@ -51,7 +51,7 @@ class SamplingParams:
     logprobs: int | None = None  # k returns log-probabilities of the chosen token and of the k most likely tokens
     prompt_logprobs: int | None = None  # the same for each token of the prompt
     skip_special_tokens: bool = True
-    shown_token_ids: frozenset[int] = frozenset()  # special tokens that the text has nevertheless
+    shown_token_ids: frozenset[int] = frozenset()  # special tokens that are kept in the text
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None  # from Engine.grammars; outputs match it, and end when it ends
     grammar_after: int | None = None  # the grammar begins after the first token with this id

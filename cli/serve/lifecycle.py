@@ -32,8 +32,8 @@ EXIT_S = 2.0
 _STOPPING_S, _LATE_CLOSING_S = 1.0, 0.4
 #: Most seconds for clients to read the rest of their answers if requests finished within the grace period.
 _CLOSING_S = 5.0
-#: Seconds after which a thread that computes lets a waiting one run. With Python's default of 5 ms, a request that is
-#: parsed makes the event loop wait as long after each look at its sockets.
+#: Seconds after which a thread that computes lets a waiting one run. With Python's default of 5 ms, the event loop
+#: would wait 5 ms each time that it has checked its sockets while another thread parses a request.
 _SWITCH_S = 0.0005
 #: Connections that may wait to be accepted while the model loads or the event loop is busy.
 _BACKLOG = 2048

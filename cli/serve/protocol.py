@@ -154,7 +154,7 @@ class GenerationRequest(ModelRequest):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
-    #: Keep only the last tokens of a prompt, at most so many; -1: as many as the context has room for.
+    #: Keep at most this many tokens of a prompt, the last ones; -1: as many as the context has room for.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     #: Seconds from the arrival of the request by which its answer must be complete.
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None

@@ -139,8 +139,8 @@ class StepTimeModel:
     """
 
     def __init__(self) -> None:
-        # What steps of one shape leave open is attributed to the terms that these scales make large, first to prefills.
-        # So the first guess of the time of decodes alone is low, which makes the next step differ.
+        # Steps of one shape do not determine all terms. The fit attributes their time first to the terms with large
+        # scales. So the first guess of the time of decodes alone is low, which makes the next step differ.
         self._scale = np.array([1.0, 32.0, 1e2, 1e5])
         self._sums = np.zeros((4, 5))  # of the normal equations: the matrix, and the right-hand side as last column
         self._coefficients: np.ndarray | None = None

@@ -95,7 +95,7 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RoundingEffect:
-    """What rounding the KV cache changes in the reference's logits."""
+    """Effect of rounding the KV cache on the reference's logits."""
 
     largest: float  # largest difference of a logit
     kl: float  # mean of KL(not rounded || rounded) over all positions, in nats

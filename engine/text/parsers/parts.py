@@ -44,7 +44,7 @@ class Parts:
         self.add(kind, text)
 
     def begin(self, kind: Kind) -> None:
-        """Say that a part of this kind follows."""
+        """Begin a part of this kind."""
         if kind is not self.kind:
             self.at_edge = self.kind is not None or kind is not Kind.CONTENT
             self.kind = kind
