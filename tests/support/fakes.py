@@ -25,6 +25,8 @@ VOCAB = 1000
 BLOCK = 16
 #: Bytes of a block, for the swap space only: a copy of the fake executor takes `per_swapped_block` seconds.
 BLOCK_BYTES = 1000
+#: Recurrent state that no step has computed.
+NO_STATE = [-9]
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -155,14 +157,15 @@ class FakeExecutor(Executor):
             self.kv[destination] = self.kv[source]
 
     def _move_states(self, moves: StateMoves) -> None:
-        self.host_states |= {host: self.states[slot] for slot, host in moves.swap_out}
-        self.states |= {slot: self.states[source] for source, slot in moves.copies}
-        self.states |= {slot: self.host_states[host] for host, slot in moves.swap_in}
+        # A state is missing if it comes from a step that failed; then this step is spoilt.
+        self.host_states |= {host: self.states.get(slot, NO_STATE) for slot, host in moves.swap_out}
+        self.states |= {slot: self.states.get(source, NO_STATE) for source, slot in moves.copies}
+        self.states |= {slot: self.host_states.get(host, NO_STATE) for host, slot in moves.swap_in}
 
     def _write(self, row: ScheduledRow, token_ids: list[int]) -> None:
         assert row.num_tokens > 0
         if row.state is not None:
-            before = self.states.get(row.state.slot, [-9]) if row.start else []  # a spoilt step has no state
+            before = self.states.get(row.state.slot, NO_STATE) if row.start else []
             for at, slot in [*row.state.saves, (row.start + row.num_tokens, row.state.slot)]:
                 assert row.start < at <= row.start + row.num_tokens
                 self.states[slot] = before + token_ids[row.start : at]
@@ -240,6 +243,7 @@ class Harness(StepLoop):
         super().__init__(config, kv, FakeExecutor(num_blocks, BLOCK, swap_blocks, layout), lambda: self.time)
         self.executor.looks_ahead = looks_ahead
         self._failed: StepPlan | None = None
+        self._widths: dict[Request, int] = {}  # of block tables after a step that ran out of memory
         self._schedule, self.scheduler.schedule = self.scheduler.schedule, self.schedule  # type: ignore[method-assign]
 
     def add(self, request: Request) -> Request:
@@ -264,6 +268,8 @@ class Harness(StepLoop):
         super()._abandon(plan, error)
         self._failed = plan
         self.scheduler.check_integrity()
+        # A block for a token that the step would have sampled may stay until the token is sampled.
+        self._widths = {request: len(request.table) for request in self.scheduler.running}
         for request in self.scheduler.running:  # no blocks of windows are left over
             width = request.table.layout.width(request.num_tokens)
             assert request.table.window_end <= request.table.needed_window_end(width)
@@ -273,7 +279,8 @@ class Harness(StepLoop):
         self.scheduler.check_integrity()
         if self.config.scheduling_policy != "static":
             for request in self.scheduler.running:  # no blocks of drafts are left over
-                assert len(request.table) <= request.table.layout.width(request.num_tokens)
+                width = request.table.layout.width(request.num_tokens)
+                assert len(request.table) <= max(width, self._widths.get(request, 0))
         self.time += 1.0
 
     def run(self, limit: int = 10_000) -> int:
