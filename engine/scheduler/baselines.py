@@ -42,7 +42,9 @@ class StaticScheduler(Scheduler):
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> WaitReason:
         if not self.running:
             reserved = self.kv.layout.num_blocks(self.config.max_model_len)
-            size = min(self.admission.control.max_running, max(1, self.kv.max_request_blocks // reserved))
+            size = self.admission.control.max_running
+            if reserved:  # a model without attention needs no blocks
+                size = min(size, max(1, self.kv.max_request_blocks // reserved))
             for request in list(self.waiting)[:size]:
                 self.admission.start(request, self.kv.prefix_cache.find(request))
             for request in self.running:

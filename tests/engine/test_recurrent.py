@@ -85,10 +85,12 @@ def test_preemption_changes_nothing(arch: str, looks_ahead: bool, caching: bool,
     assert slots_used(engine) == 0
 
 
-@pytest.mark.parametrize("policy", ["static", "serial", "fcfs"])
-def test_every_policy_serves_them(policy: str) -> None:
-    engine = make_engine("lfm2", block_size=SIZE, num_blocks=400, scheduling_policy=policy, max_model_len=120)
-    assert serve(engine) == expected("lfm2")
+@pytest.mark.parametrize(
+    ("policy", "arch"), [("static", "lfm2"), ("static", "mamba2"), ("serial", "lfm2"), ("fcfs", "lfm2")]
+)
+def test_every_policy_serves_them(policy: str, arch: str) -> None:
+    engine = make_engine(arch, block_size=SIZE, num_blocks=400, scheduling_policy=policy, max_model_len=120)
+    assert serve(engine) == expected(arch)
 
 
 @pytest.mark.parametrize("arch", ["qwen3_next", "mamba2"])

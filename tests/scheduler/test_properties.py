@@ -72,6 +72,7 @@ class SchedulerLife(RuleBasedStateMachine):
     ) -> None:
         pinned = pinned * layout.num_groups if caching else 0
         blocks *= layout.num_groups
+        speculative = "off" if layout.recurrent else speculative  # build_engine refuses both together
         self.capacity = min(layout.longest(blocks - pinned), 400)
         self.harness = Harness(
             blocks,
