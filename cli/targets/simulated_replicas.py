@@ -22,7 +22,7 @@ MAX_REPLICAS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """How many replicas serve a load, and the rule that chooses one for each request.
+    """Number of replicas that serve a load, and the rule that chooses one for each request.
 
     Raises ConfigError for an invalid number or an unknown rule.
     """

@@ -139,7 +139,7 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot go on, if a token was not allowed or a mask took too much work."""
+        """Reason why the grammar cannot go on, if a token was not allowed or a mask took too much work."""
         return _message(self.state) if self.state.is_error() else None
 
     def accept(self, token_id: int) -> str | None:

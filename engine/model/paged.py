@@ -125,7 +125,7 @@ class KVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All keys and values, for copies: fp8 tensors as bytes."""
+        """Tensors of all keys and values, for copies: fp8 tensors as bytes."""
         return [as_bytes(tensor) for tensor in (*self.keys, *self.values)]
 
     @property
