@@ -130,7 +130,7 @@ class Sequence:
     sampling: SamplingParams
     seed: int  # combines the request's seed and the index of the choice
     stop_ids: frozenset[int]  # the first output token in this set ends the sequence
-    adapter: int = NO_ADAPTER  # index of a LoRA adapter
+    adapter: int = field(default=NO_ADAPTER, kw_only=True)  # index of a LoRA adapter
     #: Tokens (0 or 1) at the end that a launched step samples; num_tokens counts them.
     num_pending_tokens: int = field(default=0, init=False)
     #: State of the sampling's grammar after the output in `token_ids`.
