@@ -12,11 +12,10 @@ from llmsched.cli.cluster.autoscaling import WaitPolicy
 from llmsched.cli.cluster.ingress import Ingress
 from llmsched.cli.cluster.replica import EngineReplica
 from llmsched.cli.cluster.replica_spec import ReplicaRange, ReplicaSpec, parse_replicas
+from llmsched.engine.routing.replica_state import PUBLISH_SECONDS
 
 #: Import path of the router.
 ROUTER = "llmsched.cli.cluster.request_router.PrefixRequestRouter"
-#: Seconds between two states that a replica publishes.
-PUBLISH_SECONDS = 1.0
 #: Requests that Ray Serve hands to one replica at a time. The replica's own max_queue_size refuses the rest.
 _MAX_ONGOING = 100_000
 

@@ -10,13 +10,11 @@ from llmsched.engine.blueprint import Blueprint
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.cache_summary import prefix_hashes, span_of
 from llmsched.engine.kv.prefix_tree import encode
-from llmsched.engine.routing.replica_state import StateReporter
+from llmsched.engine.routing.replica_state import PUBLISH_SECONDS, StateReporter
 from llmsched.engine.routing.router import RULES, make_rule
 from llmsched.engine.routing.rules import Choice, RoutedPrompt
 from llmsched.engine.simulated_engine import SimulatedEngine
 
-#: Seconds between two states that a replica publishes.
-PUBLISH_SECONDS = 1.0
 MAX_REPLICAS = 1024
 
 

@@ -10,6 +10,8 @@ from llmsched.engine.kv.cache_summary import CacheSummary, span_of
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.scheduler import Scheduler
 
+#: Seconds between two states that a replica publishes.
+PUBLISH_SECONDS = 1.0
 #: Seconds per prefill token and per step that a replica reports until its step-time model is trusted.
 _FIRST_TOKEN_SECONDS, _FIRST_STEP_SECONDS = 1e-4, 0.02
 #: Waiting requests whose prefix hits are looked up for one state. The others are assumed to be like them.

@@ -18,6 +18,7 @@ from torch import nn
 from llmsched.cli import calibrate, chat, explain, top, verify
 from llmsched.cli.bench import command as bench
 from llmsched.cli.bench.report import output_flags
+from llmsched.cli.cluster import start as cluster_start
 from llmsched.cli.doctor import command as doctor
 from llmsched.cli.main import COMMANDS, EPILOG, load
 from llmsched.cli.tune import command as tune
@@ -74,6 +75,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         *(
             (workload, "load_encoder"),
             (build, "build_engine"),
+            (cluster_start, "start_replicas"),
             (calibrate, "open_planner"),
             (parity, "load_for_parity"),
             (verify, "run_saved"),
