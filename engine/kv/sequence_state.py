@@ -8,6 +8,15 @@ from typing import NamedTuple
 
 from llmsched.engine.kv.prefix_tree import PrefixNode
 
+#: Slots for snapshots: at least LEAST_SNAPSHOTS, and a share of max_num_seqs. Slots of sequences that do not run hold
+#: snapshots too.
+LEAST_SNAPSHOTS, SNAPSHOT_SHARE = 2, 0.25
+
+
+def num_state_slots(max_num_seqs: int, *, enable_prefix_caching: bool) -> int:
+    """Return how many slots a model with recurrent state needs."""
+    return max_num_seqs + (max(LEAST_SNAPSHOTS, int(SNAPSHOT_SHARE * max_num_seqs)) if enable_prefix_caching else 0)
+
 
 class RowState(NamedTuple):
     """Recurrent state of one row of a step."""

@@ -44,7 +44,7 @@ from llmsched.engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_TOKEN_BUDGET, E
 from llmsched.engine.device import CONTEXT_BYTES, DeviceMemory
 from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
-from llmsched.engine.kv.states import num_state_slots
+from llmsched.engine.kv.sequence_state import num_state_slots
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activations import activation_bytes, logits_limit
 from llmsched.engine.memory.expert_offload import plan_offload

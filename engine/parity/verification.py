@@ -24,7 +24,7 @@ from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
-from llmsched.engine.kv.states import num_state_slots
+from llmsched.engine.kv.sequence_state import num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.kv_scales import KV_TYPES, ScaleName, kv_scales

@@ -220,7 +220,9 @@ def test_a_bare_attention_config_is_an_estimate(command: CommandLine, tmp_path: 
     assert sized["available_kv_bytes"] == answer["available_kv_bytes"] - 10 * GIB
 
 
-def test_windows_alone_without_a_context_length_keep_all_tokens(command: CommandLine, tmp_path: Path) -> None:
+def test_windows_beside_recurrent_layers_or_without_a_length_keep_all_tokens(
+    command: CommandLine, tmp_path: Path
+) -> None:
     config = {
         **{"model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"], "hidden_size": 64},
         **{"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"], "num_attention_heads": 4},
@@ -232,7 +234,7 @@ def test_windows_alone_without_a_context_length_keep_all_tokens(command: Command
         "keep all tokens, because the context length is not known" in note for note in command(*asked).json["notes"]
     )
     notes = command(*asked, "--max-model-len", "4096").json["notes"]
-    assert any("free the blocks outside it" in note for note in notes)
+    assert any("keep all tokens, because the model has recurrent layers" in note for note in notes)
 
 
 def test_window_layers_are_stated_apart_and_cost_what_is_kept_of_them(command: CommandLine) -> None:

@@ -19,7 +19,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
-from llmsched.engine.kv.states import num_state_slots
+from llmsched.engine.kv.sequence_state import num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.loader import ModelInfo

@@ -15,8 +15,7 @@ from configs import resolved
 from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.sequence_state import StateMoves
-from llmsched.engine.kv.states import num_state_slots
+from llmsched.engine.kv.sequence_state import StateMoves, num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.request import FinishReason, Request, SamplingParams, Sequence
 from llmsched.engine.step_loop import StepLoop
