@@ -329,6 +329,7 @@ class Crowd:
     def __init__(self, num_requests: int, seed: int, budget: int, *, faults: bool = False, **config: Any) -> None:
         self.engine = make_engine(num_blocks=16, max_num_batched_tokens=budget, max_num_seqs=12, **config)
         chance = random.Random(seed)
+        self._late = 0.05 if faults else 0.0  # share of requests whose deadline passes as they arrive
         if faults:
             self.engine.executor = faulty(self.engine.executor, random.Random(seed))
         self.collector = Collector(self.engine)
@@ -346,7 +347,8 @@ class Crowd:
         while arriving or self.engine.has_work():
             for _ in range(min(len(arriving), chance.choice((0, 1, 4)))):
                 name = arriving.pop()
-                self.engine.add_request(name, *self.requests[name], priority=chance.choice((0, 0, 1)))
+                late = {"deadline": self.engine.clock()} if self._late and chance.random() < self._late else {}
+                self.engine.add_request(name, *self.requests[name], priority=chance.choice((0, 0, 1)), **late)
                 if chance.random() < 0.1:
                     self.collector.take(self.engine.abort(name))
             if chance.random() < 0.1:
@@ -362,9 +364,8 @@ class Crowd:
         assert None not in reasons
         counts = {reason: reasons.count(reason) for reason in FinishReason}
         assert counts == self.engine.stats().finished
-        assert all(
-            (choice.error is not None) == (choice.finish_reason is FinishReason.ERROR) for choice in choices.values()
-        )
+        explained = (FinishReason.ERROR, FinishReason.DEADLINE)
+        assert all((choice.error is not None) == (choice.finish_reason in explained) for choice in choices.values())
         assert_idle(self.engine)
         assert self.engine.stats().num_preemptions > 0
         assert self.engine.stats().prefix_hit_tokens > 0
