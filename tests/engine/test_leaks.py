@@ -1,4 +1,4 @@
-"""Nothing is kept of finished requests but the latest ledger entries for `explain`."""
+"""Nothing is kept of finished requests but the latest ledger entries and summaries."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import generate, make_engine, prompt, sampling
 
+from llmsched.engine import core
 from llmsched.engine.core import Engine
 from llmsched.engine.request import FinishReason, SamplingParams
 from llmsched.engine.scheduler import ledger
@@ -58,6 +59,7 @@ def test_finished_requests_are_released(
     params: SamplingParams, caching: bool, looks_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "MAX_REQUESTS", KEPT)
+    monkeypatch.setattr(core, "MAX_SUMMARIES", KEPT)
     engine = make_engine(num_blocks=16, enable_prefix_caching=caching, looks_ahead=looks_ahead)
     for number in range(12):
         engine.add_request(f"{NAME}{number}", prompt(40, number), params, cache_salt=str(number % 2))
