@@ -81,6 +81,6 @@ def test_misses_are_counted_by_kind() -> None:
     ask(engine, 2)
     stats = {kind.name: count for kind, count in engine.stats().prefix_misses.items() if count}
     assert stats == {"COLD": 1, "DIVERGED": 1}
-    assert gauge(engine, 'prefix_cache_misses_total{kind="diverged"') == [1]
+    assert gauge(engine, 'prefix_cache_misses_total{engine="0",kind="diverged"') == [1]
     assert sum(gauge(engine, "prefix_cache_misses_total{")) == 2
-    assert gauge(engine, 'prefix_cache_misses_total{kind="hit"') == []
+    assert gauge(engine, 'prefix_cache_misses_total{engine="0",kind="hit"') == []
