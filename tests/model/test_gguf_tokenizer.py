@@ -84,7 +84,7 @@ CUTS = {
     "tekken": ["It", "'s", " ", "1", "2", "3", "4", "\n\n", " ", " next", " don", "'t", " HELLOworld"],
     "gpt-4o": ["It's", " ", "123", "4", "\n\n", " ", " next", " don't", " HELLOworld"],
 }
-SAME = {"starcoder": "smollm", "deepseek-r1-qwen": "qwen2", "dbrx": "llama-bpe"}
+SAME = {"olmo": "gpt-2", "starcoder": "smollm", "deepseek-r1-qwen": "qwen2", "dbrx": "llama-bpe"}
 
 
 @pytest.mark.parametrize("pre", SPLITS)
@@ -190,7 +190,7 @@ def test_sentencepiece_begins_with_bos() -> None:
 @pytest.mark.parametrize(
     ("pre", "metadata", "message"),
     [
-        ("jais", {}, "pre-tokenizer 'jais' is not supported; supported: gpt-2, smollm"),
+        ("jais", {}, "pre-tokenizer 'jais' is not supported; supported: gpt-2, olmo, smollm"),
         (None, {}, "pre-tokenizer None is not supported"),
         ("gpt-2", {"model": "rwkv"}, "tokenizer 'rwkv' is not supported; supported: gpt2"),
         ("gpt-2", {"tokens": []}, "no vocabulary"),
