@@ -32,6 +32,10 @@ class ReplicaState:
     step_seconds: float  # of a step with the running decodes alone
     prefixes: frozenset[bytes] = frozenset()  # see CacheSummary
 
+    def seconds_to_seat(self, num_ahead: int) -> float:
+        """Return the expected seconds until a new request may run, if `num_ahead` requests wait before it."""
+        return max(0, num_ahead + 1 - self.free_seats) * self.seat_seconds
+
     def prefill_seconds(self, start: int, end: int) -> float:
         """Return the expected seconds to compute the prompt tokens `start` to `end` - 1 of a request."""
         count = end - start

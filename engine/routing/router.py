@@ -124,8 +124,7 @@ class PrefixRouter(OpenRequests):
         replica.forget_expired(now)
         cached = max(prompt.num_cached(state.prefixes), prompt.num_cached(replica.expected))
         prefill = state.prefill_seconds(cached, prompt.num_tokens)
-        queued = state.num_waiting + len(replica.sent) + 1 - state.free_seats
-        wait = max(replica.backlog_at(now), max(0, queued) * state.seat_seconds)
+        wait = max(replica.backlog_at(now), state.seconds_to_seat(state.num_waiting + len(replica.sent)))
         reason = "cached prefix" if cached else "shortest wait"
         return Choice(name, reason, cached, wait + prefill + state.step_seconds, prefill)
 
