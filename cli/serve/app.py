@@ -214,6 +214,7 @@ class _ServedModel:
         self._observers = observers
         self._engine = engine
         self._model_name = model_name
+        self._adapter_directories = adapter_directories(engine.core.config.lora)
         self._writer = TokenWriter(engine.core.tokenizer)
         self._created = int(time.time())
         self._turns = PreparationTurns(is_serving=lambda: engine.num_open > 0)
@@ -225,7 +226,7 @@ class _ServedModel:
 
     def card(self, name: str) -> dict[str, Any]:
         config = self._engine.core.config
-        directory = adapter_directories(config.lora).get(name)
+        directory = self._adapter_directories.get(name)
         return {
             "id": name,
             "object": "model",
