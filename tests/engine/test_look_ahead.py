@@ -7,11 +7,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from alike import ENGINES, PROMPTS, assert_same, facts, free_output, launches_of, requests
+from alike import ENGINES, PROMPTS, assert_same, facts, free_output, launches_of, requests, serve_with_aborts
 from engines import (
     SMALL_POOL,
     SWAP,
-    Collector,
     Failing,
     assert_idle,
     generate_all,
@@ -61,27 +60,7 @@ def test_aborts_at_random_moments_change_no_other_output(seed: int, graphs: bool
     params = [replace(params, n=1) for _, params in requests()]
     alone = [choices[0] for choices in generate_all(make_engine(), *zip(PROMPTS, params, strict=True))]
     engine = make_engine(looks_ahead=True, graphs=graphs, **SMALL_POOL)
-    collector, waiting, aborted = Collector(engine), [*range(8)] * 3, set()
-    chance.shuffle(waiting)
-    while waiting or engine.has_work():
-        if waiting and chance.random() < 0.5:
-            engine.add_request(f"{len(waiting)} {waiting[-1]}", PROMPTS[waiting[-1]], params[waiting.pop()])
-        if engine.open_sequences and chance.random() < 0.2:
-            gone = chance.choice(list(engine.open_sequences))
-            aborted.add(gone)
-            collector.take(engine.abort(gone))
-            engine.check_integrity()
-        if engine.has_work():
-            collector.step()
-    assert_idle(engine)
-    assert len(collector.choices) == 24
-    for (name, _), choice in collector.choices.items():
-        expected = alone[int(name.split()[1])]
-        if name in aborted:
-            assert choice.finish_reason is FinishReason.ABORT
-            assert choice.tokens == expected.tokens[: len(choice.tokens)]
-        else:
-            assert facts(choice) == facts(expected)
+    assert serve_with_aborts(engine, list(zip(PROMPTS, params, strict=True)), alone, chance, 0.2) == 24
 
 
 @pytest.mark.parametrize("part", ["launch", "_forward", "collect"])

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from alike import ENGINES, assert_same, facts, requests
-from engines import SMALL_POOL, Choice, Collector, assert_idle, generate, generate_all, make_engine, prompt, sampling
+from alike import ENGINES, assert_same, facts, requests, serve_with_aborts
+from engines import SMALL_POOL, Choice, generate, generate_all, make_engine, prompt, sampling
 from tiny_models import VOCAB_SIZE
 
 from llmsched.engine.core import Engine
@@ -60,26 +60,8 @@ def test_aborts_and_prefix_hits_change_no_other_output(seed: int) -> None:
     params = [likely(index) for index in range(6)]
     alone = [generate(make_engine(), pair)[0] for pair in zip(LOOPS, params, strict=True)]
     engine = make_engine(looks_ahead=seed % 2 == 1, **SMALL_POOL, **DRAFTS)
-    collector, waiting, aborted = Collector(engine), [*range(6)] * 3, set()
-    chance.shuffle(waiting)
-    while waiting or engine.has_work():
-        if waiting and chance.random() < 0.5:
-            engine.add_request(f"{len(waiting)} {waiting[-1]}", LOOPS[waiting[-1]], params[waiting.pop()])
-        if engine.open_sequences and chance.random() < 0.1:
-            gone = chance.choice(list(engine.open_sequences))
-            aborted.add(gone)
-            collector.take(engine.abort(gone))
-            engine.check_integrity()
-        if engine.has_work():
-            collector.step()
-    assert_idle(engine)
+    serve_with_aborts(engine, list(zip(LOOPS, params, strict=True)), alone, chance, 0.1)
     accepted(engine)
-    for (name, _), choice in collector.choices.items():
-        expected = alone[int(name.split()[1])]
-        if name in aborted:
-            assert choice.tokens == expected.tokens[: len(choice.tokens)]
-        else:
-            assert facts(choice) == facts(expected)
 
 
 def test_a_stop_string_drops_the_tokens_of_the_draft_after_it() -> None:

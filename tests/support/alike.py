@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
-from engines import SMALL_POOL, SWAP, Choice, generate_all, make_engine, prompt, sampling
+from engines import SMALL_POOL, SWAP, Choice, Collector, assert_idle, generate_all, make_engine, prompt, sampling
 
 from llmsched.engine.core import Engine
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.request import FinishReason, SamplingParams
 
 #: Prompts that share their beginning, so that there are prefix hits and copies of blocks.
 PROMPTS = [prompt(30) + prompt(length, seed=length) for length in (20, 5, 40, 9, 33, 1, 26, 14)]
@@ -78,3 +80,38 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("gemma2", SMALL_POOL | {"num_blocks": 30}),
     "static": ("llama", {"scheduling_policy": "static", "max_num_seqs": 4, "max_model_len": 128}),
 }
+
+
+def serve_with_aborts(
+    engine: Engine,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    expected: Sequence[Choice],
+    chance: random.Random,
+    share: float,
+) -> int:
+    """Serve each request three times and abort some. Return the number of choices.
+
+    Requests arrive at random moments. Before each step, one is aborted with the probability `share`. The others must
+    have the `expected` outputs, and those that are aborted must have the beginning of theirs.
+    """
+    collector, waiting, aborted = Collector(engine), [*range(len(requests))] * 3, set()
+    chance.shuffle(waiting)
+    while waiting or engine.has_work():
+        if waiting and chance.random() < 0.5:
+            engine.add_request(f"{len(waiting)} {waiting[-1]}", *requests[waiting.pop()])
+        if engine.open_sequences and chance.random() < share:
+            gone = chance.choice(list(engine.open_sequences))
+            aborted.add(gone)
+            collector.take(engine.abort(gone))
+            engine.check_integrity()
+        if engine.has_work():
+            collector.step()
+    assert_idle(engine)
+    for (name, _), choice in collector.choices.items():
+        whole = expected[int(name.split()[1])]
+        if name in aborted:
+            assert choice.finish_reason is FinishReason.ABORT
+            assert choice.tokens == whole.tokens[: len(choice.tokens)]
+        else:
+            assert facts(choice) == facts(whole)
+    return len(collector.choices)
