@@ -68,6 +68,7 @@ class Quantization:
     known: bool = False  # False for an unknown format
     kv_doubt: str | None = None  # why the type of KV is unclear; None if it is clear
     keeps_experts: bool = False  # True if `llmsched serve` keeps the matrices of routed experts quantised
+    order_bits: tuple[float, float] = (0.0, 0.0)  # bits per weight, in memory, of the order of columns; for experts
 
     def bits(self, module: str, *, expert: bool = False, packed: bool = False) -> Bits:
         """Return the bits per weight of a module's matrix, for example of "model.layers.0.mlp.up_proj".
@@ -76,7 +77,9 @@ class Quantization:
         """
         schemes = (scheme for scheme in self.schemes if expert or not scheme.experts)
         found = next((one for one in schemes if one.pattern is None or one.pattern.search(module)), Scheme(None))
-        return found.packed_bits or found.bits if packed else found.bits
+        if not packed or found.bits is None:
+            return found.bits
+        return (found.packed_bits or found.bits) + self.order_bits[expert]
 
 
 def with_quantization_file(content: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
@@ -135,7 +138,17 @@ def quantization_of(fields: Fields) -> Quantization | None:
         known=any(scheme.bits for scheme in schemes),
         kv_doubt=f"{unclear}; KV is counted in the type of the model" if fp8_kv is None else None,
         keeps_experts=method == "mxfp4" or fields.model_type in JOINED_EXPERTS,
+        order_bits=_order_bits(fields) if settings.get("desc_act") else (0.0, 0.0),
     )
+
+
+def _order_bits(fields: Fields) -> tuple[float, float]:
+    """Estimate the bits per weight of the columns' order in memory (see PackedMatrix), for matrices and for experts."""
+    hidden, inner = fields.get("hidden_size"), fields.get("moe_intermediate_size", default=fields.mlp_size)
+    if not hidden or not isinstance(inner, int):
+        return 0.0, 0.0
+    # An int64 per column. Most matrices have about `hidden` rows. Gate and up of an expert share one order.
+    return 64 / hidden, 64 * (hidden + inner) / (3 * hidden * inner)
 
 
 def format_name(settings: Mapping[str, Any]) -> str:

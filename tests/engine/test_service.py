@@ -269,10 +269,11 @@ async def test_abort_after_the_end_does_nothing(it: Service) -> None:
 @scenario()
 async def test_many_short_lived_requests_leave_nothing(it: Service) -> None:
     """Submit and abort 50 requests with n=2; afterwards neither the service nor the engine knows any request."""
-    it.executor.run_freely()
     for number in range(50):
+        it.executor.allow()  # one step each, so that no request reaches its 400 tokens
         async with it.submit(f"r{number}", max_tokens=400, n=2):
             pass
+    it.executor.run_freely()
     await settled(it.service)
     stats = it.service.stats()
     assert stats.finished[FinishReason.ABORT] == 100

@@ -95,7 +95,7 @@ def test_openai_cancellation_ends_the_request(url: str, server: LiveServer) -> N
 
 def test_openai_responses_with_a_schema(url: str) -> None:
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        answer = client.responses.parse(model=MODEL, input="x", text_format=Paint, max_output_tokens=80)
+        answer = client.responses.parse(model=MODEL, input="x", text_format=Paint, max_output_tokens=400)
     assert isinstance(answer.output_parsed, Paint)
 
 
