@@ -12,9 +12,9 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.config_flags import EngineOptions, refuse_engine_options, with_engine_options
+from llmsched.cli.quantities import server_url
 from llmsched.cli.server_client import DEFAULT_URL, KeyOption, checked, server_client
 from llmsched.cli.targets.sse import EventParser
-from llmsched.cli.values import server_url
 from llmsched.engine.errors import LlmschedError, check_range
 
 if TYPE_CHECKING:

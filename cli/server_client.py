@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmsched.cli.values import server_url
+from llmsched.cli.quantities import server_url
 from llmsched.engine.errors import LlmschedError
 
 if TYPE_CHECKING:

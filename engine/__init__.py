@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.grammar.spec import GrammarSpec
-from llmsched.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from llmsched.engine.request import FinishReason, Request, RequestOutput
+from llmsched.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llmsched.engine.async_engine import AsyncEngine
     from llmsched.engine.build import build_engine
     from llmsched.engine.core import Engine
-    from llmsched.engine.service import AsyncEngine
     from llmsched.engine.stats import EngineStats
 
 __all__ = [
@@ -28,7 +29,7 @@ __all__ = [
     "build_engine",
 ]
 
-_LAZY = {"AsyncEngine": "service", "Engine": "core", "EngineStats": "stats", "build_engine": "build"}
+_LAZY = {"AsyncEngine": "async_engine", "Engine": "core", "EngineStats": "stats", "build_engine": "build"}
 
 
 def __getattr__(name: str) -> Any:

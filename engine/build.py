@@ -18,9 +18,9 @@ from llmsched.engine.device import cpu_memory, device_memory
 from llmsched.engine.errors import ConfigError, ModelError, is_out_of_memory, setting
 from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.manager import make_kv
-from llmsched.engine.kv.sequence_state import num_state_slots
+from llmsched.engine.kv.recurrent_state import num_state_slots
 from llmsched.engine.kv.swap import SwapSpace, plan_swap
-from llmsched.engine.memory.activations import logits_limit
+from llmsched.engine.memory.activation_memory import logits_limit
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.planner import gguf_weights, plan_memory, refit
 from llmsched.engine.metrics import EngineMetrics

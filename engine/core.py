@@ -22,16 +22,9 @@ from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.output import OutputStream
 from llmsched.engine.prompt_changes import PromptChanges
-from llmsched.engine.request import (
-    MAX_N,
-    NO_ADAPTER,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    prefix_key,
-)
+from llmsched.engine.request import NO_ADAPTER, FinishReason, Request, RequestOutput, prefix_key
 from llmsched.engine.request_summary import MAX_SUMMARIES, RequestSummary, slowest
+from llmsched.engine.sampling_params import MAX_N, SamplingParams
 from llmsched.engine.scheduler.deadlines import Deadlines
 from llmsched.engine.scheduler.ledger import Entry
 from llmsched.engine.stats import EngineStats, StatsRecorder

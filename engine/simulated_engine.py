@@ -11,7 +11,8 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.cost import StepCost, decode_shape
 from llmsched.engine.executor.simulated_executor import SimulatedExecutor, VirtualClock, invented_token
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.request import FinishReason, Request, SamplingParams
+from llmsched.engine.request import FinishReason, Request
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.scheduler.scheduler import Scheduler, Update
 from llmsched.engine.step_loop import StepLoop
 

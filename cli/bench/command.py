@@ -19,12 +19,12 @@ from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.slo_flags import with_slo_options
 from llmsched.cli.options.url_target_flags import UrlTargetFlags, http_options, refuse_url_target_flags
 from llmsched.cli.profiles.apply import profile_warnings, with_profile
+from llmsched.cli.quantities import server_url
 from llmsched.cli.targets.engine_target import open_engine
 from llmsched.cli.targets.http_target import open_server
 from llmsched.cli.targets.interface import RunPlan
 from llmsched.cli.targets.simulated_target import open_simulated
-from llmsched.cli.values import server_url
-from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS
+from llmsched.engine.architecture.online_formats import ONLINE_FORMATS
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.goodput import Slo
 

@@ -9,8 +9,8 @@ from llmsched.cli.bench.compare.variants import SYNTAX
 from llmsched.cli.bench.knee.knee_exploration import SLACK
 from llmsched.cli.bench.knee.knee_search import ATTAINMENT, TOLERANCE
 from llmsched.cli.options.flags import flag, typed
+from llmsched.cli.quantities import fraction
 from llmsched.cli.targets.simulated_replicas import MAX_REPLICAS, Replication
-from llmsched.cli.values import fraction
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.routing.router import RULES
 

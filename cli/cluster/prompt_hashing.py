@@ -11,7 +11,7 @@ from llmsched.engine.kv.cache_summary import prefix_hashes, span_of
 from llmsched.engine.kv.prefix_tree import PrefixKey, encode
 from llmsched.engine.request import NO_ADAPTER, prefix_key
 from llmsched.engine.routing.rules import RoutedPrompt
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 from llmsched.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from llmsched.cli.cluster.replica_spec import ReplicaSpec
 from llmsched.cli.cluster.routed_call import RoutedCall
 from llmsched.cli.serve.app import build_app
 from llmsched.cli.serve.middleware import RequestIds
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.build import build_engine
 from llmsched.engine.progress import silent
 from llmsched.engine.routing.replica_state import StateReporter
-from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.parsers.notation import find_notation
 
 #: Header of each answer with the name of the replica that gave it.

@@ -12,8 +12,8 @@ from llmsched.cli.doctor.evidence import Evidence, live_evidence, saved_evidence
 from llmsched.cli.doctor.rules import MIN_REQUESTS, RULES, Diagnosis, Finding, diagnose
 from llmsched.cli.doctor.system_check import SystemFacts, system_facts, system_findings
 from llmsched.cli.options.flags import duration_option
+from llmsched.cli.quantities import server_url
 from llmsched.cli.server_client import DEFAULT_URL, KeyOption, server_client
-from llmsched.cli.values import server_url
 from llmsched.engine.errors import LlmschedError
 
 

@@ -8,8 +8,8 @@ import typer
 
 from llmsched.cli.kv_budget.command_lines import OtherEngine
 from llmsched.cli.options.flags import quantization_option, typed
-from llmsched.cli.values import MOST_TOKENS, size, tokens
-from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS
+from llmsched.cli.quantities import MOST_TOKENS, size, tokens
+from llmsched.engine.architecture.online_formats import ONLINE_FORMATS
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, setting

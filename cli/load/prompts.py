@@ -190,7 +190,7 @@ class TokenizerEncoder:
 
     def prompt(self, content: Content) -> list[int]:
         """Return the token ids of a prompt. Raises RequestError if the template rejects the messages."""
-        from llmsched.engine.text.chat import render_chat
+        from llmsched.engine.text.chat_template import render_chat
 
         if content.messages is not None and self.tokenizer.chat_template is not None:
             return render_chat(self.tokenizer, content.messages)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmsched.cli.values import MOST_TOKENS
+from llmsched.cli.quantities import MOST_TOKENS
 from llmsched.engine.errors import ConfigError
 
 SYNTAX = "128, 64..512 (uniform), or lognormal:MEAN,SIGMA[,MAX] such as lognormal:512,1.0,4096"

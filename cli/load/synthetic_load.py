@@ -12,7 +12,7 @@ from llmsched.cli.load.load import Load
 from llmsched.cli.load.prompts import OWN, PREFIX, Part, Prompt, RandomPrompt, TextEncoder, Vocabulary
 from llmsched.cli.load.random_lengths import RandomLengths, draw_lengths
 from llmsched.cli.load.schedule import INPUTS, MOST_REQUESTS, OUTPUTS
-from llmsched.cli.values import MOST_TOKENS
+from llmsched.cli.quantities import MOST_TOKENS
 from llmsched.engine.errors import ConfigError, check_range, setting
 
 

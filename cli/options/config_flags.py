@@ -12,7 +12,7 @@ import typer
 
 from llmsched.cli import render
 from llmsched.cli.options.flags import flag, option_parameter, replace_keyword, typed
-from llmsched.cli.values import AUTO, context_length, duration, fraction, size, size_or_zero, switch
+from llmsched.cli.quantities import AUTO, context_length, duration, fraction, size, size_or_zero, switch
 from llmsched.engine.config import EngineConfig, check_knob, check_together
 from llmsched.engine.errors import ConfigError, LlmschedError
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.values import duration
-from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS
+from llmsched.cli.quantities import duration
+from llmsched.engine.architecture.online_formats import ONLINE_FORMATS
 from llmsched.engine.architecture.quantization import QUANTIZATIONS
 from llmsched.engine.errors import LlmschedError
 

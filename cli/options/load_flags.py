@@ -17,7 +17,7 @@ from llmsched.cli.load.traces.formats import TraceFormat
 from llmsched.cli.load.traces.read import read_trace
 from llmsched.cli.load.traces.timestamps import TimestampUnit
 from llmsched.cli.options.flags import duration_option, typed, with_options
-from llmsched.cli.values import fraction
+from llmsched.cli.quantities import fraction
 from llmsched.engine.errors import ConfigError, LlmschedError, check_range, setting
 from llmsched.profiles.shipped_workloads import find_workload, workloads
 from llmsched.profiles.toml_files import UnknownNameError

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from llmsched.cli.options.flags import duration_option, typed, with_options
-from llmsched.cli.values import duration
+from llmsched.cli.quantities import duration
 from llmsched.engine.goodput import Slo
 from llmsched.engine.request_latency import READER_SPEED
 

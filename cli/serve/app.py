@@ -17,12 +17,12 @@ from starlette.types import ASGIApp
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.api_keys import ApiKey
-from llmsched.cli.serve.choices import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
+from llmsched.cli.serve.choice_formats import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.completion_response import AnswerFailedError, CompletionResponse
 from llmsched.cli.serve.explain_route import AnswerIds, explain_route
 from llmsched.cli.serve.http_body import read_body, until_disconnect
 from llmsched.cli.serve.http_limits import HttpLimits
-from llmsched.cli.serve.key_use import KeyUse
+from llmsched.cli.serve.key_budgets import KeyBudgets
 from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.openapi import describe, with_body
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
@@ -51,10 +51,10 @@ from llmsched.cli.serve.sse_response import EventStream
 from llmsched.cli.serve.stats_routes import health_body, slowest_route, stats_route
 from llmsched.cli.serve.tokenize_routes import DetokenizeRequest, TokenizeRequest, tokenize_routes
 from llmsched.cli.serve.web_page import web_page_route
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.config import adapter_directories
 from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError
 from llmsched.engine.request import ChoiceRecord
-from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.parsers.notation import Notation, find_notation
 
 T = TypeVar("T")
@@ -210,7 +210,7 @@ class _ServedModel:
         self.limits = limits
         self.preparer = Preparer(engine.core, notation)
         self.answer_ids = AnswerIds()
-        self._key_use = KeyUse(engine.core.metrics)
+        self._key_budgets = KeyBudgets(engine.core.metrics)
         self._observers = observers
         self._engine = engine
         self._model_name = model_name
@@ -298,7 +298,7 @@ class _ServedModel:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         self._engine.check_queue()
         if (key := http.state.api_key) is not None:
-            self._key_use.begin(key)
+            self._key_budgets.begin(key)
         return self._engine.core.clock()
 
     async def _respond(
@@ -314,7 +314,7 @@ class _ServedModel:
 
         def on_end(answer_id: str, records: list[ChoiceRecord]) -> None:
             if key is not None:
-                self._key_use.take_tokens(key, sum(each.num_output_tokens for each in records), "generation_tokens")
+                self._key_budgets.take_tokens(key, sum(each.num_output_tokens for each in records), "generation_tokens")
             if records and self._observers:
                 name, path, streamed = None if key is None else key.name, http.url.path, bool(request.stream)
                 ended = EndedRequest(
@@ -344,8 +344,8 @@ class _ServedModel:
         limits: dict[str, str] = {}
         if key is not None:
             num_tokens = sum(len(prompt.token_ids) for prompt in choice_format.prompts)
-            self._key_use.take_tokens(key, num_tokens, "prompt_tokens")
-            limits = self._key_use.headers(key)
+            self._key_budgets.take_tokens(key, num_tokens, "prompt_tokens")
+            limits = self._key_budgets.headers(key)
         if request.stream:
             return EventStream(response.events, response.abort, self.limits.sse_keep_alive, limits)
         return json_response(await until_disconnect(http.receive, response.whole()), headers=limits)

@@ -303,7 +303,7 @@ async def _serve(
     from llmsched.cli.serve.lifecycle import EXIT_S, Server
     from llmsched.cli.serve.status_line import log_status
     from llmsched.cli.serve.tracing import EXPORT_S, RequestTracer
-    from llmsched.engine.service import AsyncEngine
+    from llmsched.engine.async_engine import AsyncEngine
     from llmsched.engine.text.parsers.notation import find_notation
 
     notation = find_notation(engine.tokenizer, flags.tool_call_parser, flags.reasoning_parser)

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from llmsched.cli.serve.api_errors import ApiError, api_error
-from llmsched.cli.serve.choices import ChoiceDelta, ChoiceFormat
+from llmsched.cli.serve.choice_formats import ChoiceDelta, ChoiceFormat
 from llmsched.cli.serve.request_context import RequestContext
 from llmsched.cli.serve.sse_response import DONE, event, json_line
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.request import FinishReason, RequestOutput
 from llmsched.engine.request_stream import RequestStream
-from llmsched.engine.service import AsyncEngine
 
 logger = logging.getLogger(__name__)
 

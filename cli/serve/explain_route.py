@@ -11,9 +11,9 @@ from llmsched.cli.serve.api_errors import ApiError, json_response
 from llmsched.cli.serve.completion_response import engine_ids
 from llmsched.cli.timeline import timeline_body
 from llmsched.cli.timeline_words import decision_text, summary
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.scheduler.ledger import MAX_REQUESTS
-from llmsched.engine.service import AsyncEngine
 
 
 class AnswerIds(dict[str, str]):

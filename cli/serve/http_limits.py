@@ -8,8 +8,8 @@ import psutil
 import typer
 
 from llmsched.cli.options.flags import duration_option, typed
+from llmsched.cli.quantities import size
 from llmsched.cli.serve.protocol import MAX_CHOICES
-from llmsched.cli.values import size
 from llmsched.engine.errors import ConfigError, check_range
 
 _DEFAULT_CONNECTIONS = 4096

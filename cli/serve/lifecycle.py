@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 
 from llmsched.cli.serve.connections import Connection, ConnectionPool
 from llmsched.cli.serve.http_limits import HttpLimits
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.errors import LlmschedError
-from llmsched.engine.service import AsyncEngine
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from llmsched.cli.serve.api_errors import ApiError, json_response
 from llmsched.cli.serve.openapi import with_body
 from llmsched.cli.serve.prompt_preparation import Preparer
 from llmsched.cli.serve.protocol import PrefixRequest, parse
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, RequestError
 from llmsched.engine.kv.pins import PinState
 from llmsched.engine.prompt_changes import PromptChange
-from llmsched.engine.service import AsyncEngine
 from llmsched.engine.stats import EngineStats
 
 

@@ -13,9 +13,9 @@ from llmsched.cli import render
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.app import build_app
 from llmsched.cli.serve.lifecycle import Server, listen
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
-from llmsched.engine.service import AsyncEngine
 
 
 @contextmanager

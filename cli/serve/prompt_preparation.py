@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from llmsched.cli.serve.call_constraints import Wanted, chat_grammar, schemas, wanted_output
-from llmsched.cli.serve.messages import Message
+from llmsched.cli.serve.chat_messages import Message
 from llmsched.cli.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -22,7 +22,7 @@ from llmsched.cli.serve.responses_request import ResponsesRequest, renamed
 from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.grammar.compiler import Grammar
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 from llmsched.engine.text.parsers.notation import Notation
 from llmsched.engine.text.parsers.output_parser import OutputParser
 from llmsched.engine.text.tokenizer import check_unicode

@@ -20,13 +20,13 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from llmsched.cli.serve.messages import Message
+from llmsched.cli.serve.chat_messages import Message
 from llmsched.cli.serve.output_format import ResponseFormat, StructuredOutputs
 from llmsched.cli.serve.strict_schema import Schema, wrong
 from llmsched.cli.serve.tool_fields import NamedFunction, Tool, ToolChoice, check_tools
 from llmsched.engine.errors import RequestError
 from llmsched.engine.grammar.spec import GrammarSpec
-from llmsched.engine.request import MAX_LOGPROBS, SamplingParams
+from llmsched.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 #: Most choices (prompts x n) of a request, by default.
 MAX_CHOICES = 1024

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmsched.cli.log_lines import event
-from llmsched.engine.request import ChoiceRecord, SamplingParams
+from llmsched.engine.request import ChoiceRecord
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.units import human_seconds
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from llmsched.cli.serve.api_errors import api_error
-from llmsched.cli.serve.choices import ChatFormat, ChoiceDelta
+from llmsched.cli.serve.choice_formats import ChatFormat, ChoiceDelta
 from llmsched.cli.serve.completion_response import CompletionResponse
 from llmsched.cli.serve.request_context import RequestContext
 from llmsched.cli.serve.responses_request import ResponsesRequest, renamed
 from llmsched.cli.serve.sse_response import json_line
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.errors import RequestError
-from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.parsers.parts import Kind, Part
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from fastapi.responses import Response
 
 from llmsched.cli.live_stats import stats_body, summary_body
 from llmsched.cli.serve.api_errors import json_response
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.core import Engine
-from llmsched.engine.service import AsyncEngine
 
 #: Number of slowest requests in an answer.
 NUM_SLOWEST = 10

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from llmsched.cli.serve.api_errors import json_response
-from llmsched.cli.serve.messages import Message
+from llmsched.cli.serve.chat_messages import Message
 from llmsched.cli.serve.openapi import with_body
 from llmsched.cli.serve.prompt_preparation import Preparer, dumped
 from llmsched.cli.serve.protocol import Int, ModelRequest, TemplateOptions

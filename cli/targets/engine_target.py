@@ -22,17 +22,18 @@ from llmsched.engine.goodput import Slo
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
-from llmsched.engine.request import FinishReason, SamplingParams
+from llmsched.engine.request import FinishReason
+from llmsched.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llmsched.engine.async_engine import AsyncEngine
     from llmsched.engine.core import Engine, Timeline
-    from llmsched.engine.service import AsyncEngine
 
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
     """Run an engine in a thread while the block runs, and yield it as an AsyncEngine."""
-    from llmsched.engine.service import AsyncEngine
+    from llmsched.engine.async_engine import AsyncEngine
 
     service = AsyncEngine(engine)
     service.start()

@@ -14,6 +14,7 @@ from llmsched.cli.options.flags import ModelArgument, duration_option, resolve_m
 from llmsched.cli.options.load_flags import LoadOptions, with_load_options
 from llmsched.cli.options.slo_flags import with_slo_options
 from llmsched.cli.output_files import check_file, writing
+from llmsched.cli.quantities import server_url
 from llmsched.cli.tune.knobs import KNOBS, parse_knobs
 from llmsched.cli.tune.preference import best_trial
 from llmsched.cli.tune.rate_search import JudgedBy
@@ -22,7 +23,6 @@ from llmsched.cli.tune.trial_runs import Goal
 from llmsched.cli.tune.tune_json import as_json, make_profile
 from llmsched.cli.tune.tune_report import page, say_profile, show
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
-from llmsched.cli.values import server_url
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import LlmschedError
 from llmsched.engine.goodput import Slo

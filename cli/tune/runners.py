@@ -36,8 +36,8 @@ from llmsched.engine.progress import Progress, silent
 from llmsched.engine.simulated_engine import SimulatedEngine
 
 if TYPE_CHECKING:
+    from llmsched.engine.async_engine import AsyncEngine
     from llmsched.engine.core import Engine
-    from llmsched.engine.service import AsyncEngine
 
 _WARMUP_OUTPUT_LEN = 4
 #: The step-time model is fitted to the latest steps: at most _MAX_STEPS of them, and at least _MIN_STEPS.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, read_json_object, transformers_config
-from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS, format_of
+from llmsched.engine.architecture.online_formats import ONLINE_FORMATS, format_of
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantised_layouts import joined_experts, read_matrices
 from llmsched.engine.architecture.quantised_matrix import EXPANDING, QuantisedMatrix, Stored

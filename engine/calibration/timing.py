@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.calibration.fit import Fit, MeasuredStep, fit, non_negative
 from llmsched.engine.config import EngineConfig
@@ -21,8 +22,7 @@ from llmsched.engine.errors import ConfigError
 from llmsched.engine.executor.base import ObservedExecutor, StepPlan, StepResult
 from llmsched.engine.executor.cost import LINEAR, FittedCost, shape_of
 from llmsched.engine.progress import Progress, silent, tracked
-from llmsched.engine.request import SamplingParams
-from llmsched.engine.service import AsyncEngine
+from llmsched.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llmsched.engine.executor.torch_executor import TorchExecutor

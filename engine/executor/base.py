@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from llmsched.engine.kv.sequence_state import RowState, StateMoves
+from llmsched.engine.kv.recurrent_state import RowState, StateMoves
 from llmsched.engine.request import Sequence, TokenLogprob
 
 

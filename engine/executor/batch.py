@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmsched.engine.executor.base import ScheduledRow
-from llmsched.engine.kv.sequence_state import StatePiece
+from llmsched.engine.kv.recurrent_state import StatePiece
 from llmsched.engine.request import NO_ADAPTER
 
 Int32 = npt.NDArray[np.int32]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmsched.engine.model.paged import PagedContext, PagedModel
+from llmsched.engine.model.paged_cache import PagedContext, PagedModel
 
 #: Largest norm of the difference between the logits of a graph and of the same pass without it, relative to their norm.
 TOLERANCE = 0.01

@@ -13,7 +13,7 @@ import torch
 
 from llmsched.engine.executor.buffers import to_device
 from llmsched.engine.executor.stopwatch import Stopwatch
-from llmsched.engine.model.paged import KVCache
+from llmsched.engine.model.paged_cache import KVCache
 from llmsched.engine.model.recurrent_layers import StateTensors
 
 #: Largest number of blocks that are gathered at a time. It limits the memory of the gathered copy.

@@ -17,7 +17,8 @@ from llmsched.engine.executor.base import RowResult
 from llmsched.engine.executor.buffers import HostCopy, to_device
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
-from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
+from llmsched.engine.request import Sequence, TokenLogprob
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.kernels.dispatch import sample
 from llmsched.kernels.reference import SamplingParameter
 

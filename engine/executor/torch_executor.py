@@ -31,16 +31,17 @@ from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.sequence_state import RowState, StateMoves
-from llmsched.engine.memory.activations import LOGITS_BYTES
+from llmsched.engine.kv.recurrent_state import RowState, StateMoves
+from llmsched.engine.memory.activation_memory import LOGITS_BYTES
 from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.kv_scales import ScaleName, kv_scales
-from llmsched.engine.model.paged import KVCache, PagedContext
+from llmsched.engine.model.paged_cache import KVCache, PagedContext
 from llmsched.engine.model.recurrent_layers import StateTensors, StepStates
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.progress import Progress, silent
-from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.request import Sequence
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.kernels.dispatch import prepare_attention, prepare_lora
 
 logger = logging.getLogger(__name__)

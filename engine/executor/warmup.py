@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.sampling_params import SamplingParams
 
 #: Sampling parameters that use every feature of the sampler. Their rows are sampled from fp32 copies of the logits.
 EVERYTHING = SamplingParams(

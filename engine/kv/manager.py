@@ -11,8 +11,8 @@ from llmsched.engine.kv.pins import Pins, most_pinned_blocks
 from llmsched.engine.kv.pool import BlockPool, KVUsage
 from llmsched.engine.kv.prefix_cache import PrefixCache
 from llmsched.engine.kv.prefix_tree import PrefixHit
-from llmsched.engine.kv.sequence_state import RowState, StateMoves, num_state_slots
-from llmsched.engine.kv.states import num_saved_blocks
+from llmsched.engine.kv.recurrent_slots import num_saved_blocks
+from llmsched.engine.kv.recurrent_state import RowState, StateMoves, num_state_slots
 from llmsched.engine.kv.swap import BlockCopies, SwapSpace
 from llmsched.engine.kv.table import BlockTable
 from llmsched.engine.request import Request

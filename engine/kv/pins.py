@@ -12,7 +12,7 @@ from llmsched.engine.errors import RequestError, setting
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix_tree import PrefixKey, PrefixNode, PrefixTree, blocks_of, encode
-from llmsched.engine.kv.states import StateSlots
+from llmsched.engine.kv.recurrent_slots import StateSlots
 
 
 def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -> int:

@@ -20,7 +20,7 @@ from llmsched.engine.kv.prefix_tree import (
     encode,
     num_common_tokens,
 )
-from llmsched.engine.kv.states import StateSlots
+from llmsched.engine.kv.recurrent_slots import StateSlots
 from llmsched.engine.kv.table import BlockTable
 from llmsched.engine.request import Request
 

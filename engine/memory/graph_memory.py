@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmsched.engine.memory.activations import expert_bytes, mlp_bytes
+from llmsched.engine.memory.activation_memory import expert_bytes, mlp_bytes
 
 if TYPE_CHECKING:
     from llmsched.engine.architecture.shape import ModelShape

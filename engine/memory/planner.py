@@ -31,7 +31,7 @@ from llmsched.engine.architecture.config_fields import ConfigCache, read_config_
 from llmsched.engine.architecture.context_limit import UNLIMITED_LENGTH
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
 from llmsched.engine.architecture.geometry import Geometry
-from llmsched.engine.architecture.online_quantization import check_quantisable
+from llmsched.engine.architecture.online_formats import check_quantisable
 from llmsched.engine.architecture.quantization import (
     named_format,
     quantised_config,
@@ -44,9 +44,9 @@ from llmsched.engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_TOKEN_BUDGET, E
 from llmsched.engine.device import CONTEXT_BYTES, DeviceMemory
 from llmsched.engine.errors import ConfigError, ModelError, setting
 from llmsched.engine.kv.layout import group_layers
-from llmsched.engine.kv.sequence_state import num_state_slots
+from llmsched.engine.kv.recurrent_state import num_state_slots
 from llmsched.engine.memory import plan_errors
-from llmsched.engine.memory.activations import activation_bytes, logits_limit
+from llmsched.engine.memory.activation_memory import activation_bytes, logits_limit
 from llmsched.engine.memory.expert_offload import plan_offload
 from llmsched.engine.memory.graph_memory import graph_bytes
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, kv_refusal
-from llmsched.engine.architecture.online_quantization import rounding_refusal
+from llmsched.engine.architecture.online_formats import rounding_refusal
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError, setting

@@ -2,7 +2,8 @@
 
 vLLM runs a step of max_num_batched_tokens tokens, samples from max_num_seqs rows of logits, and reserves the peak:
 
-    max(MLP as in activations.py, sampler_copies x rows x vocabulary size x 4 bytes) + memory of libraries outside torch
+    max(MLP as in activation_memory.py, sampler_copies x rows x vocabulary size x 4 bytes)
+        + memory of libraries outside torch
 """
 # The CUDA context is not in this sum: vLLM measures only what is added after the context exists. Logs of versions up to
 # 0.15 show 9.6 fp32 copies of the rows, logs of 0.17 about 3.9. There is no log of 0.16, so plans for 0.16 count 9.6
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from llmsched.engine.architecture.shape import ModelShape
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.memory.activations import mlp_bytes
+from llmsched.engine.memory.activation_memory import mlp_bytes
 
 #: What vLLM's libraries hold outside torch, in bytes; vLLM prints 0.05 to 0.13 GiB.
 LIBRARY_BYTES = 130 << 20

@@ -23,7 +23,7 @@ from llmsched.engine.model.experts import ExpertParts
 from llmsched.engine.model.latent_attention import LatentParts, tables_of
 from llmsched.engine.model.modules import Linear, Norm, UnknownStructureError
 from llmsched.engine.model.packed_modules import PackedLinear
-from llmsched.engine.model.paged import PagedContext, PagedModel, run_alone
+from llmsched.engine.model.paged_cache import PagedContext, PagedModel, run_alone
 from llmsched.engine.model.probe import AttentionCall
 from llmsched.engine.model.recurrent_layers import LayerState
 from llmsched.engine.model.structure import LayerParts, MlpParts, read_structure

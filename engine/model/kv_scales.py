@@ -21,7 +21,7 @@ import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.checkpoint import StateDict, open_checkpoint
-from llmsched.engine.model.paged import PagedModel, run_alone
+from llmsched.engine.model.paged_cache import PagedModel, run_alone
 from llmsched.kernels.fp8 import FP8_TYPES
 
 #: Number of tokens for which keys and values are measured.

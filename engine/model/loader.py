@@ -14,7 +14,7 @@ from llmsched.engine.architecture.config_fields import quiet_transformers, read_
 from llmsched.engine.architecture.context_limit import UNLIMITED_LENGTH, max_position
 from llmsched.engine.architecture.dtypes import planned_dtype
 from llmsched.engine.architecture.geometry import kv_geometry
-from llmsched.engine.architecture.online_quantization import check_quantisable
+from llmsched.engine.architecture.online_formats import check_quantisable
 from llmsched.engine.architecture.quantization import settings_of, with_quantization_file
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
@@ -24,7 +24,7 @@ from llmsched.engine.model.source import ModelSource, locate
 from llmsched.engine.model.support import architecture_of, check_supported
 from llmsched.engine.model_files import refuse_lfs_pointer
 from llmsched.engine.progress import Progress, silent
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmsched.engine.architecture.online_quantization import OnlineFormat, format_of
+from llmsched.engine.architecture.online_formats import OnlineFormat, format_of
 from llmsched.engine.architecture.quantised_layouts import expert_matrix
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.checkpoint import LazyTensor, StateDict, placeholder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llmsched.engine.model.paged import LayerShape
+from llmsched.engine.model.paged_cache import LayerShape
 from llmsched.engine.model.probe import AttentionCall
 from llmsched.engine.model.support import OWN_ATTENTION
 

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model.latent_attention import keep_latents, latent_weight
-from llmsched.engine.model.paged import LayerShape
+from llmsched.engine.model.paged_cache import LayerShape
 from llmsched.engine.model.recurrent_layers import RecurrentLayers
 from llmsched.kernels.latents import LatentWidths
 from llmsched.kernels.reference import AttentionShape

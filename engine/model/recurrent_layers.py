@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from llmsched.engine.errors import ModelError
-from llmsched.engine.kv.sequence_state import StatePiece
+from llmsched.engine.kv.recurrent_state import StatePiece
 
 #: Names of the argument for the cache; transformers 5.24 has renamed it.
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")

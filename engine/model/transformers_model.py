@@ -23,7 +23,7 @@ from llmsched.engine.model.decoder import FusedDecoder
 from llmsched.engine.model.latent_attention import latent_weight
 from llmsched.engine.model.modules import UnknownStructureError
 from llmsched.engine.model.own_attention import own_attention
-from llmsched.engine.model.paged import PagedContext, PagedModel
+from llmsched.engine.model.paged_cache import PagedContext, PagedModel
 from llmsched.engine.model.probe import check_keywords, probe, set_attention
 from llmsched.engine.model.recurrent_layers import LayerState, RecurrentLayers
 from llmsched.kernels.dispatch import backend_name, load_backend

@@ -24,7 +24,7 @@ from llmsched.engine.errors import ConfigError, setting
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
-from llmsched.engine.kv.sequence_state import num_state_slots
+from llmsched.engine.kv.recurrent_state import num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.kv_scales import KV_TYPES, ScaleName, kv_scales
@@ -43,7 +43,8 @@ from llmsched.engine.parity.logit_comparison import (
 from llmsched.engine.parity.quantization_loss import QuantizationLoss, measure_loss
 from llmsched.engine.parity.rounded_cache import RoundedCache
 from llmsched.engine.progress import Progress, silent, tracked
-from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.request import Sequence
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.stats import EngineStats
 from llmsched.engine.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from llmsched.engine.scheduler.drafts import Drafter
 from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
 from llmsched.engine.scheduler.prediction import OutputPredictor
 from llmsched.engine.scheduler.preemption import Preemption
-from llmsched.engine.scheduler.sampled import accept, matched, reason_to_end
+from llmsched.engine.scheduler.sampled_tokens import accept, matched, reason_to_end
 from llmsched.engine.scheduler.token_budget import Pacer, StepBuilder
 from llmsched.engine.scheduler.waiting_queue import WaitingQueue, WaitReason, initial_rank
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from scripted import ScriptedServer
 
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.sampling_params import SamplingParams
 
 ROUNDS = 5
 OUTPUT_TOKENS = 400

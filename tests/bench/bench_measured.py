@@ -23,7 +23,7 @@ from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.kv.manager import make_kv
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.sampling_params import SamplingParams
 
 ROUNDS = 2
 #: Token ids that are words of the demo model.

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.request import Request, SamplingParams
+from llmsched.engine.request import Request
+from llmsched.engine.sampling_params import SamplingParams
 
 BLOCK = 16
 NUM_BLOCKS = 8_192

@@ -20,7 +20,8 @@ from rich.table import Table
 from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.executor.sampler import Sampler
-from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.request import Sequence
+from llmsched.engine.sampling_params import SamplingParams
 
 BATCHES, LARGE_VOCABULARY = (1, 8, 32, 128), 128_256
 SAMPLINGS = {

@@ -24,7 +24,8 @@ from llmsched.engine.executor.simulated_executor import SimulatedExecutor, Virtu
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.request import Request, SamplingParams
+from llmsched.engine.request import Request
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.scheduler import admission
 from llmsched.engine.scheduler import waiting_queue as waiting
 from llmsched.engine.scheduler.baselines import make_scheduler

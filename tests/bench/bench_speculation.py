@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from llmsched.engine import Engine, EngineConfig, SamplingParams, build_engine
 from llmsched.engine.config import Speculation
 from llmsched.engine.text import stop
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 
 MODES: tuple[Speculation, ...] = ("off", "auto", "ngram")
 #: Code, and names to replace in two edits, one after the other.

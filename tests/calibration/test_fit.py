@@ -18,7 +18,8 @@ from llmsched.engine.calibration.timing import (
 )
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.cost import LINEAR, FittedCost, StepShape, shape_of, terms
-from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.request import Sequence
+from llmsched.engine.sampling_params import SamplingParams
 
 LIMITS = StepLimits(max_num_batched_tokens=256, max_num_seqs=64, max_model_len=8192, kv_tokens=1 << 18)
 COST = FittedCost(

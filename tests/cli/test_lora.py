@@ -12,7 +12,7 @@ from lora_files import save_adapter
 from tiny_models import build_model
 from torch import nn
 
-from llmsched.engine.service import AsyncEngine
+from llmsched.engine.async_engine import AsyncEngine
 
 LLAMA = str(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
 

@@ -12,7 +12,7 @@ from engines import PARITY_CHECKS
 
 from llmsched.cli import progress_display as progress
 from llmsched.cli import verify
-from llmsched.engine.model import paged
+from llmsched.engine.model import paged_cache
 from llmsched.engine.parity.logit_comparison import CaseResult, Divergence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,8 +56,8 @@ def test_what_a_person_sees(command: CommandLine, model: str, monkeypatch: pytes
 
 
 def test_a_fault_gives_exit_code_1(command: CommandLine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = paged.paged_attention
-    monkeypatch.setattr(paged, "paged_attention", lambda *a, scale, **more: right(*a, scale=1.1 * scale, **more))
+    right = paged_cache.paged_attention
+    monkeypatch.setattr(paged_cache, "paged_attention", lambda *a, scale, **more: right(*a, scale=1.1 * scale, **more))
     outcome = command("verify", model, "--dtype", "float32", *SMALL, "--json")
     assert outcome.code == 1
     assert outcome.json["ok"] is False
@@ -74,7 +74,7 @@ def test_an_engine_that_raises_gives_exit_code_1(
     def broken(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
         raise RuntimeError("no kernel for this device")
 
-    monkeypatch.setattr(paged, "paged_attention", broken)
+    monkeypatch.setattr(paged_cache, "paged_attention", broken)
     outcome = command("verify", model, "--dtype", "float32", *SMALL, "--json")
     assert outcome.code == 1
     for check in outcome.json["checks"]:
@@ -121,8 +121,8 @@ def test_outputs_are_saved_and_compared(
     assert outcome.code == 0
     assert "same model, device, settings and versions" in outcome.out
     assert outcome.out.rstrip().endswith("as before")
-    right = paged.paged_attention
-    monkeypatch.setattr(paged, "paged_attention", lambda *a, scale, **more: right(*a, scale=3 * scale, **more))
+    right = paged_cache.paged_attention
+    monkeypatch.setattr(paged_cache, "paged_attention", lambda *a, scale, **more: right(*a, scale=3 * scale, **more))
     outcome = command(*run, "--against", file, "--block-size", "8", "--json")
     assert outcome.code == 1
     answer = outcome.json

@@ -11,7 +11,7 @@ from tiny_models import build_tokenizer
 from llmsched.cli.cluster.prompt_hashing import PromptHasher
 from llmsched.engine.kv.cache_summary import prefix_hashes
 from llmsched.engine.kv.prefix_tree import encode
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 from llmsched.engine.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"

@@ -17,8 +17,8 @@ from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model import loader as opening
-from llmsched.engine.model.paged import KVCache
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.model.paged_cache import KVCache
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.scheduler.baselines import StaticScheduler
 
 ON_THE_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity")

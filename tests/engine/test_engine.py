@@ -26,7 +26,8 @@ from tiny_models import VOCAB_SIZE
 
 from llmsched.engine.errors import QueueFullError, RequestError
 from llmsched.engine.executor.base import Executor, ObservedExecutor, RowResult, StepPlan, StepResult
-from llmsched.engine.request import FinishReason, SamplingParams
+from llmsched.engine.request import FinishReason
+from llmsched.engine.sampling_params import SamplingParams
 
 # -- preemption -----------------------------------------------------------------------------------------------
 

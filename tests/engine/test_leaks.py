@@ -12,7 +12,8 @@ from engines import generate, make_engine, prompt, sampling
 
 from llmsched.engine import core
 from llmsched.engine.core import Engine
-from llmsched.engine.request import FinishReason, SamplingParams
+from llmsched.engine.request import FinishReason
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.scheduler import ledger
 
 #: Ways out of the engine into what it shares with everything else.

@@ -20,10 +20,10 @@ from engines import (
 )
 from tiny_models import VOCAB_SIZE
 
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.errors import EngineDeadError
 from llmsched.engine.executor import torch_executor
 from llmsched.engine.request import FinishReason
-from llmsched.engine.service import AsyncEngine
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -11,7 +11,8 @@ from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.memory.plan import MemoryParts
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.output import OutputStream
-from llmsched.engine.request import FinishReason, Request, SamplingParams
+from llmsched.engine.request import FinishReason, Request
+from llmsched.engine.sampling_params import SamplingParams
 
 HISTOGRAMS = (
     "time_to_first_token_seconds",

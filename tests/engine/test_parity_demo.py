@@ -22,7 +22,7 @@ from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import load_config, load_info, load_model, load_tokenizer
 from llmsched.engine.model.source import locate
 from llmsched.engine.parity.logit_comparison import Reference
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 
 NUM_TOKENS = 48
 

@@ -13,7 +13,8 @@ from tiny_models import VOCAB_SIZE
 
 from llmsched.engine.core import Engine
 from llmsched.engine.executor import torch_executor
-from llmsched.engine.request import FinishReason, SamplingParams
+from llmsched.engine.request import FinishReason
+from llmsched.engine.sampling_params import SamplingParams
 
 DRAFTS: dict[str, Any] = {"speculative": "ngram", "prompt_lookup_min": 1}
 #: Prompts that repeat themselves, so that every step has drafts, and parameters with which some are right.

@@ -31,7 +31,8 @@ from llmsched.engine.executor import torch_executor
 from llmsched.engine.grammar import compiler
 from llmsched.engine.grammar.compiler import Grammar
 from llmsched.engine.grammar.spec import JSON_OBJECT, GrammarSpec
-from llmsched.engine.request import FinishReason, SamplingParams
+from llmsched.engine.request import FinishReason
+from llmsched.engine.sampling_params import SamplingParams
 
 SCHEMA = {
     "type": "object",

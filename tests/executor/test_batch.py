@@ -9,7 +9,8 @@ import pytest
 
 from llmsched.engine.executor.base import ScheduledRow
 from llmsched.engine.executor.batch import num_prompt_predictions, pack, split
-from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.request import Sequence
+from llmsched.engine.sampling_params import SamplingParams
 
 GROUPS = 2
 

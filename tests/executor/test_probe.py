@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.model.paged import LayerShape
+from llmsched.engine.model.paged_cache import LayerShape
 from llmsched.engine.model.probe import FULL, UNKNOWN, AttentionCall, check_keywords, probe, window_of
 from llmsched.engine.model.recurrent_layers import RecurrentLayers
 from llmsched.kernels.latents import LatentWidths

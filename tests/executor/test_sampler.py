@@ -15,7 +15,8 @@ from llmsched.engine.executor.base import RowResult
 from llmsched.engine.executor.penalties import LogitEditor
 from llmsched.engine.executor.rng import keys
 from llmsched.engine.executor.sampler import Sampler
-from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.request import Sequence
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.kernels.reference import race
 
 VOCAB = 500

@@ -11,7 +11,7 @@ from llmsched.engine.executor.base import StepPlan
 from llmsched.engine.executor.host_blocks import MAX_GATHERED, HostBlocks, _runs
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.model.paged import KVCache, LayerShape
+from llmsched.engine.model.paged_cache import KVCache, LayerShape
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmsched.engine.executor import sampler, torch_executor
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.memory.activations import LOGITS_BYTES
+from llmsched.engine.memory.activation_memory import LOGITS_BYTES
 from llmsched.engine.request import TokenLogprob
 from llmsched.kernels.dispatch import ENVIRONMENT_VARIABLE
 

@@ -18,7 +18,7 @@ from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, Holder
 from llmsched.engine.errors import ConfigError, ModelError
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.memory.activations import LOGITS_BYTES, activation_bytes, logits_limit
+from llmsched.engine.memory.activation_memory import LOGITS_BYTES, activation_bytes, logits_limit
 from llmsched.engine.memory.plan import MemoryPlan
 from llmsched.engine.memory.planner import CONTEXT_BYTES, ModelPlanner, plan_memory, token_budget
 

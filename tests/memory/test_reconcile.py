@@ -17,7 +17,7 @@ from llmsched.engine.core import Engine
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.graph_memory import CapturedGraphs
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan, Reconciled, ratios, reconcile
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.profiles.tuned import TunedProfile, load_profile, save_profile
 
 

@@ -16,7 +16,7 @@ from llmsched.engine.model.gguf_file import GGUFFile
 from llmsched.engine.model.gguf_tokenizer import SPLITS, gguf_tokenizer
 from llmsched.engine.model.loader import load_config, load_tokenizer
 from llmsched.engine.model.source import locate
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 from llmsched.engine.text.tokenizer import Tokenizer
 
 NORMAL, CONTROL, TEXT = (

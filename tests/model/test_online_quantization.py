@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import build_model, build_tokenizer
 
 from llmsched.cli.serve.banner import start_rows
-from llmsched.engine.architecture.online_quantization import ONLINE_FORMATS, format_of
+from llmsched.engine.architecture.online_formats import ONLINE_FORMATS, format_of
 from llmsched.engine.build import build_engine, engine_beside, tensor_bytes
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory

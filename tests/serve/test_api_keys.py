@@ -17,7 +17,7 @@ from scripted import ScriptedServer
 from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.api_errors import ApiError
 from llmsched.cli.serve.api_keys import ApiKey, KeyFile
-from llmsched.cli.serve.key_use import KeyUse
+from llmsched.cli.serve.key_budgets import KeyBudgets
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.metrics import EngineMetrics
 
@@ -111,11 +111,11 @@ class Clock:
         return self.now
 
 
-def use(clock: Clock) -> KeyUse:
-    return KeyUse(EngineMetrics("m", 16, 10), clock)
+def use(clock: Clock) -> KeyBudgets:
+    return KeyBudgets(EngineMetrics("m", 16, 10), clock)
 
 
-def seconds_refused(use: KeyUse, key: ApiKey) -> int:
+def seconds_refused(use: KeyBudgets, key: ApiKey) -> int:
     with pytest.raises(ApiError) as refused:
         use.begin(key)
     assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")

@@ -11,7 +11,7 @@ import openai
 import pytest
 from scripted import MODEL, ScriptedServer
 
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -16,8 +16,8 @@ from engines import make_engine
 from scripted import LiveServer, ScriptedServer
 from tiny_models import VOCAB_SIZE
 
+from llmsched.engine.async_engine import MAX_BAD_ROWS
 from llmsched.engine.executor.base import StepPlan, StepResult
-from llmsched.engine.service import MAX_BAD_ROWS
 from llmsched.engine.step_loop import StepLoop
 
 PATH = "/v1/completions"

@@ -12,7 +12,7 @@ import pytest
 from scripted import MODEL, ScriptedServer
 from tool_templates import THINKING_TEMPLATE
 
-from llmsched.cli.serve.choices import ChoiceDelta
+from llmsched.cli.serve.choice_formats import ChoiceDelta
 from llmsched.cli.serve.parsed_output import CallDelta
 from llmsched.cli.serve.prompt_preparation import dumped
 from llmsched.cli.serve.responses_answer import OutputItems

@@ -11,7 +11,8 @@ import pytest
 from engines import SMALL_POOL, SWAP, Choice, Collector, assert_idle, generate_all, make_engine, prompt, sampling
 
 from llmsched.engine.core import Engine
-from llmsched.engine.request import FinishReason, SamplingParams
+from llmsched.engine.request import FinishReason
+from llmsched.engine.sampling_params import SamplingParams
 
 #: Prompts that share their beginning, so that there are prefix hits and copies of blocks.
 PROMPTS = [prompt(30) + prompt(length, seed=length) for length in (20, 5, 40, 9, 33, 1, 26, 14)]

@@ -19,11 +19,12 @@ from llmsched.engine.core import Engine
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.kv.layout import KVLayout, group_layers
 from llmsched.engine.kv.manager import make_kv
-from llmsched.engine.kv.sequence_state import num_state_slots
+from llmsched.engine.kv.recurrent_state import num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.loader import ModelInfo
-from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from llmsched.engine.request import FinishReason, RequestOutput, TokenLogprob
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.text.tokenizer import Tokenizer
 
 EOS = 2

@@ -15,9 +15,10 @@ from configs import resolved
 from llmsched.engine.executor.base import Executor, RowResult, ScheduledRow, StepPlan, StepResult
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.kv.sequence_state import StateMoves, num_state_slots
+from llmsched.engine.kv.recurrent_state import StateMoves, num_state_slots
 from llmsched.engine.kv.swap import SwapSpace
-from llmsched.engine.request import FinishReason, Request, SamplingParams, Sequence
+from llmsched.engine.request import FinishReason, Request, Sequence
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.step_loop import StepLoop
 
 VOCAB = 1000

@@ -16,7 +16,8 @@ from llmsched.engine.executor.cost import StepCost, StepShape, shape_of
 from llmsched.engine.executor.roofline import Roofline
 from llmsched.engine.executor.simulated_executor import VirtualClock
 from llmsched.engine.kv.manager import KVManager
-from llmsched.engine.request import FinishReason, Request, SamplingParams
+from llmsched.engine.request import FinishReason, Request
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.scheduler.baselines import make_scheduler
 from llmsched.profiles.engines import find_engine
 

@@ -25,12 +25,12 @@ from llmsched.cli.serve.access import Access
 from llmsched.cli.serve.app import build_app
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.request_log import RequestObserver
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.core import Engine
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan, StepResult, SynchronousExecutor
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import ModelInfo
 from llmsched.engine.request import Sequence, TokenLogprob
-from llmsched.engine.service import AsyncEngine
 from llmsched.engine.text.tokenizer import Tokenizer
 
 EOS = 2

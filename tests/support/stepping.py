@@ -10,8 +10,9 @@ import torch
 
 from llmsched.engine.executor.base import RowResult, ScheduledRow, StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.kv.sequence_state import RowState
-from llmsched.engine.request import SamplingParams, Sequence, TokenLogprob
+from llmsched.engine.kv.recurrent_state import RowState
+from llmsched.engine.request import Sequence, TokenLogprob
+from llmsched.engine.sampling_params import SamplingParams
 
 
 def make_sequence(

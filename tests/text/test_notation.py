@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from tool_templates import THINKING_TEMPLATE, TOOL_TEMPLATES
 
 from llmsched.cli.serve.command import ReasoningParser, ToolCallParser
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 from llmsched.engine.text.parsers.notation import REASONING_PARSERS, TOOL_CALL_PARSERS, find_notation
 from llmsched.engine.text.parsers.output_parser import OutputParser
 from llmsched.engine.text.tokenizer import Tokenizer

@@ -20,9 +20,9 @@ from llmsched.engine.progress import Progress
 from llmsched.engine.provenance import Provenance
 
 if TYPE_CHECKING:
+    from llmsched.engine.async_engine import AsyncEngine
     from llmsched.engine.core import Engine
     from llmsched.engine.executor.torch_executor import TorchExecutor
-    from llmsched.engine.service import AsyncEngine
 
 
 class VariantEngines:

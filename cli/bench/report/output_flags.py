@@ -18,7 +18,7 @@ from llmsched.cli.bench.report.saved_report import read_report
 from llmsched.cli.load.load import Load
 from llmsched.cli.options.flags import typed
 from llmsched.cli.output_files import check_file, writing
-from llmsched.cli.values import fraction
+from llmsched.cli.quantities import fraction
 from llmsched.engine.errors import LlmschedError
 
 

@@ -12,7 +12,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmsched.cli.values import MOST_TOKENS
+from llmsched.cli.quantities import MOST_TOKENS
 from llmsched.engine.errors import LlmschedError
 
 _GZIP = b"\x1f\x8b"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmsched.engine.errors import RequestError
-from llmsched.engine.text.chat import PROBE_TOOL, render_text, shows_tools
+from llmsched.engine.text.chat_template import PROBE_TOOL, render_text, shows_tools
 from llmsched.engine.text.parsers.call_grammars import forced_notation
 from llmsched.engine.text.parsers.harmony import HarmonyParser
 from llmsched.engine.text.parsers.json_calls import HermesParser, Llama3JsonParser, MistralParser

@@ -15,7 +15,7 @@ from llmsched.engine.build import build_engine
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.device import _nvml, _visible_gpu
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.sampling_params import SamplingParams
 
 MIB = 1 << 20
 #: About 0.3 billion parameters, so that the plan's terms stand out from CUDA's rounding.

@@ -24,7 +24,7 @@ from llmsched.engine.build import build_engine, engine_beside
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.core import Engine
 from llmsched.engine.model import loader
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.kernels import dispatch
 
 #: Requests, tokens of a prompt and of an output.

@@ -22,7 +22,7 @@ from gpu_suite.rows import CheckRow
 from llmsched.engine.executor.base import StepPlan
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.executor.warmup import EVERYTHING, PLAIN
-from llmsched.engine.request import SamplingParams
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.kernels import dispatch
 
 BLOCK = 16

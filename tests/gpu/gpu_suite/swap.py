@@ -9,7 +9,7 @@ import torch
 from gpu_suite.rows import CheckRow
 from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.model.paged import KVCache, LayerShape
+from llmsched.engine.model.paged_cache import KVCache, LayerShape
 
 #: Llama-3.1-8B: 32 layers, 8 KV heads of 128.
 LAYERS = [LayerShape(8, 128, 128)] * 32

@@ -27,8 +27,9 @@ from llmsched.engine.device import computes_bf16
 from llmsched.engine.executor.base import ScheduledRow, StepPlan
 from llmsched.engine.executor.buffers import step_bytes
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.memory.activations import CHUNK_TILE, activation_bytes
-from llmsched.engine.request import SamplingParams, Sequence
+from llmsched.engine.memory.activation_memory import CHUNK_TILE, activation_bytes
+from llmsched.engine.request import Sequence
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.kernels.cpu.prefill_attention import QUERY_TILE
 
 

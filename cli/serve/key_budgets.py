@@ -41,7 +41,7 @@ class _Budgets(NamedTuple):
     tokens: _Budget | None
 
 
-class KeyUse:
+class KeyBudgets:
     """Budgets and metrics of API keys. A budget belongs to a key's name, so reading the file again refills none.
 
     A request is accepted if both budgets of its key have at least 1 left. The tokens of its prompt are taken at once,

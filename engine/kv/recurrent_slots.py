@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from llmsched.engine.kv.pool import BlockPool
 from llmsched.engine.kv.prefix_tree import PrefixNode
-from llmsched.engine.kv.sequence_state import RowState, SequenceState
+from llmsched.engine.kv.recurrent_state import RowState, SequenceState
 from llmsched.engine.kv.table import BlockTable
 from llmsched.engine.request import Request
 

@@ -17,7 +17,7 @@ import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.sequence_state import StatePiece
+from llmsched.engine.kv.recurrent_state import StatePiece
 from llmsched.engine.model.recurrent_layers import LayerState, StateTensors, StepStates
 from llmsched.kernels.dispatch import latent_attention, paged_attention, prepare_attention, write_kv
 from llmsched.kernels.fp8 import as_bytes

@@ -10,7 +10,7 @@ import torch
 
 from llmsched.engine.errors import ModelError
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.model.paged import KVCache, LayerShape, host_zeros, place_layers, take_memory
+from llmsched.engine.model.paged_cache import KVCache, LayerShape, host_zeros, place_layers, take_memory
 
 FULL, WINDOW = LayerShape(2, 6, 4), LayerShape(2, 6, 4, 8)
 

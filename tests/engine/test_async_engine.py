@@ -16,15 +16,16 @@ from exposition import samples
 from scripted import Script, ScriptedExecutor
 from tiny_models import VOCAB_SIZE
 
+from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from llmsched.engine.executor.base import StepPlan, StepResult
 from llmsched.engine.executor.simulated_executor import VirtualClock
 from llmsched.engine.kv.manager import make_kv
 from llmsched.engine.model.loader import ModelInfo
-from llmsched.engine.request import FinishReason, RequestOutput, SamplingParams
+from llmsched.engine.request import FinishReason, RequestOutput
 from llmsched.engine.request_stream import RequestStream
-from llmsched.engine.service import AsyncEngine
+from llmsched.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from tool_templates import TOOL_TEMPLATES
 from transformers import PreTrainedTokenizerFast
 
 from llmsched.engine.errors import RequestError
-from llmsched.engine.text.chat import render_chat
+from llmsched.engine.text.chat_template import render_chat
 from llmsched.engine.text.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "hello"}

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import EngineDeadError, InternalError, LlmschedError, RequestError
 from llmsched.engine.recent_stats import RecentStats
-from llmsched.engine.request import RequestOutput, SamplingParams
+from llmsched.engine.request import RequestOutput
 from llmsched.engine.request_stream import OpenStreams, RequestStream
+from llmsched.engine.sampling_params import SamplingParams
 from llmsched.engine.stats import EngineStats
 
 T = TypeVar("T")
