@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, ParamSpec, Unpack
 
 from llmsched.engine.config import Limits, ResolvedConfig, adapter_directories
-from llmsched.engine.errors import DeadlineError, RequestError
+from llmsched.engine.errors import RequestError
 from llmsched.engine.executor.base import Executor
 from llmsched.engine.grammar.compiler import GrammarCompiler, Vocabulary
 from llmsched.engine.kv.manager import KVManager
@@ -222,15 +222,7 @@ class Engine(StepLoop):
             )
             for index, prompt in enumerate(prompts)
         ]
-        predicted = self._deadlines.seconds_to_first_token(new)
-        needed, left = predicted or 0.0, max(0.0, deadline - now)
-        if now + needed > deadline:
-            late = f"is in {left:.3g} s, but the first token is predicted in {needed:.3g} s"
-            raise DeadlineError(
-                f"the deadline {'has passed' if predicted is None else late}; "
-                "allow more time, or send the request again later",
-                max(1.0, needed - left),
-            )
+        self._deadlines.check(new, deadline)
 
     def retry_after(self) -> float:
         if len(self._finish_times) < 2:

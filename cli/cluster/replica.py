@@ -53,7 +53,7 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the state for the router. Ray Serve calls this in intervals."""
         state = await self._service.call(lambda core: self._reporter.report(time.time()))
-        self._wait = max(state.backlog_seconds, state.seconds_to_seat(state.num_waiting))
+        self._wait = max(state.backlog_seconds, state.seconds_to_admission(state.num_waiting))
         return {**asdict(state), "prefixes": b"".join(state.prefixes)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -25,16 +25,16 @@ class ReplicaState:
     time: float
     backlog_seconds: float  # to compute the prompts of waiting and running requests, less what is computed or cached
     num_waiting: int
-    free_seats: int  # how many more requests max_num_seqs and KV memory let run now
-    seat_seconds: float  # expected seconds between two requests that end and make room for another
+    num_admissible: int  # more requests for which max_num_seqs and KV memory have room now
+    admission_seconds: float  # expected seconds until the next running request ends and makes room
     token_seconds: float  # seconds per prefill token, beside the running decodes
     pair_seconds: float  # seconds per pair of a prefill token and a token before it
     step_seconds: float  # of a step with the running decodes alone
     prefixes: frozenset[bytes] = frozenset()  # see CacheSummary
 
-    def seconds_to_seat(self, num_ahead: int) -> float:
-        """Return the expected seconds until a new request may run, if `num_ahead` requests wait before it."""
-        return max(0, num_ahead + 1 - self.free_seats) * self.seat_seconds
+    def seconds_to_admission(self, num_ahead: int) -> float:
+        """Return the expected seconds until a new request is admitted, if `num_ahead` requests wait before it."""
+        return max(0, num_ahead + 1 - self.num_admissible) * self.admission_seconds
 
     def prefill_seconds(self, start: int, end: int) -> float:
         """Return the expected seconds to compute the prompt tokens `start` to `end` - 1 of a request."""
@@ -61,8 +61,8 @@ class StateReporter:
             time=now,
             backlog_seconds=0.0,
             num_waiting=len(scheduler.waiting),
-            free_seats=self._free_seats(remaining),
-            seat_seconds=step_seconds * (1 + remaining / len(running)) / len(running) if running else 0.0,
+            num_admissible=self._num_admissible(remaining),
+            admission_seconds=step_seconds * (1 + remaining / len(running)) / len(running) if running else 0.0,
             token_seconds=token_seconds,
             pair_seconds=pair_seconds,
             step_seconds=step_seconds,
@@ -100,7 +100,7 @@ class StateReporter:
         found = self._scheduler.kv.prefix_cache.find(request).num_tokens
         return max(found, 0 if swapped is None else swapped.num_tokens)
 
-    def _free_seats(self, remaining: int) -> int:
+    def _num_admissible(self, remaining: int) -> int:
         running, kv = self._scheduler.running, self._scheduler.kv
         places = max(0, self._scheduler.admission.control.max_running - len(running))
         if not running:

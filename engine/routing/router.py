@@ -124,7 +124,7 @@ class PrefixRouter(OpenRequests):
         replica.forget_expired(now)
         cached = max(prompt.num_cached(state.prefixes), prompt.num_cached(replica.expected))
         prefill = state.prefill_seconds(cached, prompt.num_tokens)
-        wait = max(replica.backlog_at(now), state.seconds_to_seat(state.num_waiting + len(replica.sent)))
+        wait = max(replica.backlog_at(now), state.seconds_to_admission(state.num_waiting + len(replica.sent)))
         reason = "cached prefix" if cached else "shortest wait"
         return Choice(name, reason, cached, wait + prefill + state.step_seconds, prefill)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from llmsched.engine.errors import DeadlineError
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.request import Request, RequestStatus
 from llmsched.engine.scheduler.scheduler import Scheduler
@@ -39,6 +40,18 @@ class Deadlines:
     def watch(self, request: Request) -> None:
         if request.deadline < math.inf:
             self._watched.add(request)
+
+    def check(self, new: Sequence[Request], deadline: float) -> None:
+        """Raise DeadlineError if the first tokens of `new` requests, if queued now, are predicted after `deadline`."""
+        predicted = self.seconds_to_first_token(new)
+        needed, left = predicted or 0.0, deadline - self._clock()
+        if needed > left:
+            late = f"is in {max(0.0, left):.3g} s, but the first token is predicted in {needed:.3g} s"
+            raise DeadlineError(
+                f"the deadline {'has passed' if predicted is None else late}; "
+                "allow more time, or send the request again later",
+                max(1.0, needed - max(0.0, left)),
+            )
 
     def seconds_to_first_token(self, new: Sequence[Request]) -> float | None:
         """Predict the seconds until all `new` requests, if queued now, have their first token.

@@ -34,11 +34,11 @@ def warm_up(engine: SimulatedEngine) -> None:
         engine.step()
 
 
-def test_an_idle_replica_has_no_backlog_and_all_seats() -> None:
+def test_an_idle_replica_has_no_backlog_and_admits_all() -> None:
     engine, reporter = make_engine()
     state = reporter.report(3.0)
-    assert (state.time, state.backlog_seconds, state.num_waiting, state.free_seats) == (3.0, 0, 0, 4)
-    assert (state.seat_seconds, state.prefixes) == (0.0, frozenset())
+    assert (state.time, state.backlog_seconds, state.num_waiting, state.num_admissible) == (3.0, 0, 0, 4)
+    assert (state.admission_seconds, state.prefixes) == (0.0, frozenset())
     assert not engine.has_work()
 
 
@@ -73,12 +73,12 @@ def test_the_speed_is_what_steps_take() -> None:
     engine.step()
     state = reporter.report(0.0)
     assert state.step_seconds == pytest.approx(0.013, rel=0.05)
-    assert state.seat_seconds > 0
-    assert state.free_seats == 1
+    assert state.admission_seconds > 0
+    assert state.num_admissible == 1
 
 
-def test_scarce_memory_limits_the_seats() -> None:
+def test_scarce_memory_limits_admissions() -> None:
     engine, reporter = make_engine(blocks=24, max_num_seqs=8, max_model_len=256)
     engine.add("a", range(180), 10, 0.0)
     engine.step()
-    assert reporter.report(0.0).free_seats <= 1
+    assert reporter.report(0.0).num_admissible <= 1

@@ -29,7 +29,7 @@ class Clock:
 
 def state(time: float = 0.0, **fields: Any) -> ReplicaState:
     """Return the state of an idle replica that computes a token in a millisecond."""
-    idle = {"backlog_seconds": 0.0, "num_waiting": 0, "free_seats": 64, "seat_seconds": 0.0}
+    idle = {"backlog_seconds": 0.0, "num_waiting": 0, "num_admissible": 64, "admission_seconds": 0.0}
     return ReplicaState(
         time=time, **{**idle, "token_seconds": 1e-3, "pair_seconds": 0.0, "step_seconds": 0.02, **fields}
     )
@@ -96,8 +96,8 @@ def test_what_is_sent_without_fresh_states_of_others_counts() -> None:
     assert len(router._replicas["a"].sent) == reasons.total() == router.num_open["a"]
 
 
-def test_waiting_for_a_seat_counts() -> None:
-    full = state(free_seats=0, seat_seconds=0.3)
+def test_waiting_for_admission_counts() -> None:
+    full = state(num_admissible=0, admission_seconds=0.3)
     choice = make_router("ab", a=full, b=state(backlog_seconds=0.1)).choose("ab", prompt(10))
     assert choice.replica == "b"
     assert make_router("a", a=full).choose("a", prompt(10)).expected_ttft == pytest.approx(0.3 + 0.02 + 0.01)
