@@ -170,14 +170,12 @@ def packed_product(
     CODING: tl.constexpr,
     PER_BYTE: tl.constexpr,
     GROUP: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    ORDERED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """Return the products of some rows with the rows `names` of a packed matrix, see `packed_products`."""
-    # If ORDERED, column j belongs to number inputs[j] of a row.
+    # If `inputs` is given, column j belongs to number inputs[j] of a row.
     ROW_BYTES: tl.constexpr = SIZE // PER_BYTE
     places, lanes, numbers = tl.arange(0, BLOCK_B // HALF) * HALF, tl.arange(0, HALF), tl.arange(0, BLOCK_B)
     columns = numbers // HALF * (HALF * PER_BYTE) + numbers % HALF
@@ -193,11 +191,11 @@ def packed_product(
             group = names[:, None] * (SIZE // GROUP) + (((start + places) * PER_BYTE + half * HALF) // GROUP)[None, :]
             scale = tl.load(scales + group, mask=there, other=0.0).to(tl.float32)
             weights = decoded(part, table, CODING) * scale[:, :, None]
-            if SHIFTED:
+            if offsets is not None:
                 weights += tl.load(offsets + group, mask=there, other=0.0).to(tl.float32)[:, :, None]
             column = start * PER_BYTE + half * HALF + columns
             left = real[:, None] & (column < SIZE)[None, :]
-            if ORDERED:
+            if inputs is not None:
                 column = tl.load(inputs + column, mask=column < SIZE, other=0)
             x = tl.load(rows + sources[:, None] * SIZE + column[None, :], mask=left, other=0.0)
             weights = tl.trans(weights.to(x.dtype).reshape(BLOCK_N, BLOCK_B))
@@ -206,14 +204,87 @@ def packed_product(
 
 
 @triton.jit
+def expert_product(
+    rows,
+    sources,
+    real,
+    matrices,
+    scales,
+    offsets,
+    table,
+    inputs,
+    biases,
+    expert,
+    names,
+    inside,
+    expert_stride,
+    row_stride,
+    column_stride,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    CODING: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the products of some rows with the rows `names` of an expert's matrix, plus the biases."""
+    if PER_BYTE > 0:
+        own_inputs = None
+        if inputs is not None:
+            own_inputs = inputs + expert * SIZE
+        product = packed_product(
+            rows, sources, real, matrices, scales, offsets, table, own_inputs, expert.to(tl.int64) * WIDTH + names,
+            inside, SIZE, CODING, PER_BYTE, GROUP, BLOCK_M, BLOCK_N, BLOCK_K // 2,
+        )  # fmt: skip
+    else:
+        product = dense_product(
+            rows, sources, real, matrices + expert.to(tl.int64) * expert_stride, names, inside, row_stride,
+            column_stride, SIZE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    if biases is not None:
+        product += tl.load(biases + expert * WIDTH + names, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return product
+
+
+@triton.jit
+def find_columns(tile, WIDTH: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the columns of a tile of the product, a mask of real ones, and their rows in the expert's matrix."""
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    names = columns
+    if GATED and not INTERLEAVED:  # gate and up alternate in the columns of the product
+        names = columns % 2 * (WIDTH // 2) + columns // 2
+    return columns, columns < WIDTH, names
+
+
+@triton.jit
+def join_halves(
+    product,
+    slope,
+    limit,
+    shift,
+    ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Join gate and up, which alternate in the columns of a product, see `experts.Gate`."""
+    gate, up = tl.split(tl.reshape(product, [BLOCK_M, BLOCK_N // 2, 2]))
+    if LIMITED:
+        gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
+    return activate(gate * slope, ACTIVATION) / slope * (up + shift)
+
+
+@triton.jit
 def expert_kernel(
     rows,  # [T, SIZE] if GATED, else [P, SIZE] in the order of the pairs
     matrices,  # [EXPERTS, WIDTH, SIZE] with the strides below; codes [EXPERTS x WIDTH, SIZE / PER_BYTE] if PER_BYTE > 0
     scales,  # [EXPERTS x WIDTH, SIZE / GROUP]; unused if PER_BYTE is 0
-    offsets,  # [EXPERTS x WIDTH, SIZE / GROUP]; unused unless SHIFTED
+    offsets,  # [EXPERTS x WIDTH, SIZE / GROUP] or None
     table,  # [16]; unused unless CODING is TABLE
-    inputs,  # [EXPERTS, SIZE] int64; unused unless ORDERED
-    biases,  # [EXPERTS, WIDTH]; unused unless BIAS
+    inputs,  # [EXPERTS, SIZE] int64 or None
+    biases,  # [EXPERTS, WIDTH] or None
     order,  # [P]
     starts,  # [EXPERTS + 1]
     weights,  # [P] float32; unused if GATED
@@ -232,12 +303,9 @@ def expert_kernel(
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMITED: tl.constexpr,
-    BIAS: tl.constexpr,
     CODING: tl.constexpr,
     PER_BYTE: tl.constexpr,
     GROUP: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    ORDERED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -253,29 +321,14 @@ def expert_kernel(
     real = places < end
     pairs = tl.load(order + places, mask=real, other=0)
     sources = (pairs // CHOSEN if GATED else places).to(tl.int64)
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < WIDTH
-    names = columns
-    if GATED and not INTERLEAVED:  # gate and up alternate in the columns of the product
-        names = columns % 2 * (WIDTH // 2) + columns // 2
-    if PER_BYTE > 0:
-        product = packed_product(
-            rows, sources, real, matrices, scales, offsets, table, inputs + expert * SIZE,
-            expert.to(tl.int64) * WIDTH + names, inside,
-            SIZE, CODING, PER_BYTE, GROUP, SHIFTED, ORDERED, BLOCK_M, BLOCK_N, BLOCK_K // 2,
-        )  # fmt: skip
-    else:
-        product = dense_product(
-            rows, sources, real, matrices + expert.to(tl.int64) * expert_stride, names, inside, row_stride,
-            column_stride, SIZE, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    if BIAS:
-        product += tl.load(biases + expert * WIDTH + names, mask=inside, other=0.0).to(tl.float32)[None, :]
+    columns, inside, names = find_columns(tile, WIDTH, GATED, INTERLEAVED, BLOCK_N)
+    product = expert_product(
+        rows, sources, real, matrices, scales, offsets, table, inputs, biases, expert, names, inside,
+        expert_stride, row_stride, column_stride,
+        WIDTH, SIZE, CODING, PER_BYTE, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     if GATED:
-        gate, up = tl.split(tl.reshape(product, [BLOCK_M, BLOCK_N // 2, 2]))
-        if LIMITED:
-            gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
-        result = activate(gate * slope, ACTIVATION) / slope * (up + shift)
+        result = join_halves(product, slope, limit, shift, ACTIVATION, LIMITED, BLOCK_M, BLOCK_N)
         numbers = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         targets = output + places.to(tl.int64)[:, None] * (WIDTH // 2) + numbers[None, :]
         tl.store(targets, result.to(output.dtype.element_ty), mask=real[:, None] & (numbers < WIDTH // 2)[None, :])

@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """More numbers of queries and keys, which all KV heads share, see `attend_kernel`."""
+    """Rotary parts of queries and keys beside their other numbers. All KV heads share those of the keys."""
 
     query: Tensor  # [T, heads, P]
     keys: Tensor  # [num_blocks, 1, block_size, P]
@@ -124,13 +124,12 @@ def _attend(
     attend_kernel[(launch.items.shape[0] * kv_heads,)](
         *tensors,
         launch.items,
-        query if sinks is None else sinks.contiguous(),
-        query if slopes is None else slopes.contiguous(),
-        query if kv_scales is None else kv_scales,
+        *(each if each is None else each.contiguous() for each in (sinks, slopes)),
+        kv_scales,
         more.query,
         more.keys,
         scale if softcap is not None else scale * LOG2_E.value,
-        softcap or 1.0,
+        softcap,
         *query.stride()[:2],
         *more.query.stride()[:2],
         block_tables.shape[1],
@@ -146,11 +145,7 @@ def _attend(
         BLOCK_V=tiling.block_v,
         BLOCK_R=padded(max(1, rope_dim)),
         WINDOW=window or 0,
-        SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
-        SLOPES=slopes is not None,
         LATENT=more.latent,
-        FP8=kv_scales is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         enable_fp_fusion=True,

@@ -57,6 +57,47 @@ def norm_kernel(
     tl.store(output + row + numbers, normed.to(x.dtype), mask=inside)
 
 
+@triton.jit
+def rotate(
+    x,
+    vector,
+    numbers,
+    inside,
+    cos,
+    sin,
+    weight,
+    eps,
+    offset,
+    DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
+    NORM: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    NORM_LAST: tl.constexpr,
+):
+    """Return the vector `x`, which is at `vector`, after its norm and rotation."""
+    # `y` is `x` with the numbers of each pair exchanged.
+    HALF: tl.constexpr = ROTATED // 2
+    STEP: tl.constexpr = 1 if NEIGHBOURS else HALF
+    rotated, low = numbers < ROTATED, numbers % 2 == 0 if NEIGHBOURS else numbers < HALF
+    partner = tl.where(low, numbers + STEP, numbers - STEP)
+    y = tl.load(vector + partner, mask=rotated, other=0.0)
+    if NORM:
+        x_weight = tl.load(weight + numbers, mask=inside, other=0.0).to(tl.float32) + offset
+        if not NORM_LAST:
+            wide = x.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
+            y_weight = tl.load(weight + partner, mask=rotated, other=0.0).to(tl.float32) + offset
+            x, y = (wide * scale * x_weight).to(x.dtype), (y.to(tl.float32) * scale * y_weight).to(x.dtype)
+    c = tl.load(cos + numbers, mask=rotated, other=1.0).to(tl.float32)
+    s = tl.load(sin + numbers, mask=rotated, other=0.0).to(tl.float32)
+    turned = tl.where(low, -y.to(tl.float32), y.to(tl.float32))
+    x = (x.to(tl.float32) * c + turned * s).to(x.dtype)
+    if NORM and NORM_LAST:
+        wide = x.to(tl.float32)
+        x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * x_weight).to(x.dtype)
+    return x
+
+
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def rotary_kernel(
     projected,  # [T, HEADS + 2 x KV_HEADS, DIM]
@@ -84,8 +125,7 @@ def rotary_kernel(
     FP8: tl.constexpr,
 ):
     """Compute `reference.rotate_and_write` for one vector of one token."""
-    # Heads of queries come first, then of keys, then of values. `y` is `x` with the numbers of each pair exchanged.
-    HALF: tl.constexpr = ROTATED // 2
+    # Heads of queries come first, then of keys, then of values.
     GROUP: tl.constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_head = (head - HEADS) % KV_HEADS
@@ -100,25 +140,13 @@ def rotary_kernel(
     inside = numbers < DIM
     x = tl.load(vector + numbers, mask=inside, other=0.0)
     if head < HEADS + KV_HEADS:
-        STEP: tl.constexpr = 1 if NEIGHBOURS else HALF
-        rotated, low = numbers < ROTATED, numbers % 2 == 0 if NEIGHBOURS else numbers < HALF
-        partner = tl.where(low, numbers + STEP, numbers - STEP)
-        y = tl.load(vector + partner, mask=rotated, other=0.0)
+        weight = query_weight
         if NORM:
             weight = query_weight if head < HEADS else key_weight
-            x_weight = tl.load(weight + numbers, mask=inside, other=0.0).to(tl.float32) + offset
-            if not NORM_LAST:
-                wide = x.to(tl.float32)
-                scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
-                y_weight = tl.load(weight + partner, mask=rotated, other=0.0).to(tl.float32) + offset
-                x, y = (wide * scale * x_weight).to(x.dtype), (y.to(tl.float32) * scale * y_weight).to(x.dtype)
-        c = tl.load(cos + token * ROTATED + numbers, mask=rotated, other=1.0).to(tl.float32)
-        s = tl.load(sin + token * ROTATED + numbers, mask=rotated, other=0.0).to(tl.float32)
-        turned = tl.where(low, -y.to(tl.float32), y.to(tl.float32))
-        x = (x.to(tl.float32) * c + turned * s).to(x.dtype)
-        if NORM and NORM_LAST:
-            wide = x.to(tl.float32)
-            x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps) * x_weight).to(x.dtype)
+        x = rotate(
+            x, vector, numbers, inside, cos + token * ROTATED, sin + token * ROTATED, weight, eps, offset,
+            DIM, ROTATED, NORM, NEIGHBOURS, NORM_LAST,
+        )  # fmt: skip
     if head < HEADS:
         tl.store(query + (token * HEADS + head) * DIM + numbers, x, mask=inside)
     else:

@@ -101,8 +101,10 @@ def attention_kernel(
     cached: str = "",
     value_dim: int = 0,
     tiling: Tiling | None = None,
+    given: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
+    """Compile the kernel. Of the arguments that may be None, only those in `given` are not."""
     value_dim = value_dim or head_dim
     tiling = tiling or choose_tiling(
         capability=arch,
@@ -134,10 +136,8 @@ def attention_kernel(
         "BLOCK_R": padded(max(1, options.get("ROPE_DIM", 0))),
         "LATENT": False,
         "WINDOW": 0,
-        "SOFTCAP": False,
-        "SINKS": False,
-        "SLOPES": False,
-        "FP8": bool(cached),
+        **dict.fromkeys({"sinks", "slopes", "softcap"} - set(given)),
+        **({} if cached else {"scales": None}),
         **options,
     }
     launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
@@ -256,11 +256,11 @@ def test_chunks_compile_for_blackwell(arch: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"head_dim": 256, "decodes": False, "WINDOW": 4096, "SOFTCAP": True},  # Gemma-2
-        {"head_dim": 64, "decodes": True, "WINDOW": 128, "SINKS": True},  # gpt-oss
-        {"head_dim": 64, "decodes": False, "SLOPES": True},  # BLOOM
+        {"head_dim": 256, "decodes": False, "WINDOW": 4096, "given": ("softcap",)},  # Gemma-2
+        {"head_dim": 64, "decodes": True, "WINDOW": 128, "given": ("sinks",)},  # gpt-oss
+        {"head_dim": 64, "decodes": False, "given": ("slopes",)},  # BLOOM
         {"head_dim": 512, "decodes": False},
-        {"head_dim": 128, "decodes": False, "SLOPES": True},  # MPT
+        {"head_dim": 128, "decodes": False, "given": ("slopes",)},  # MPT
         {"head_dim": 64, "decodes": True, "group": 71, "kv_heads": 1},  # Falcon
         {"head_dim": 128, "decodes": True, "group": 128, "kv_heads": 1},
     ],
@@ -331,36 +331,41 @@ def test_layer_kernels_compile(name: str, arch: int, tmp_path: Path) -> None:
         assert resources(compile_ahead(kernel, arch, types, {**constants, "FP8": True}), tmp_path)["STACK"] == 0
 
 
-DENSE = {"CODING": 0, "PER_BYTE": 0, "GROUP": 1, "SHIFTED": False, "ORDERED": False}
+DENSE = {"CODING": 0, "PER_BYTE": 0, "GROUP": 1}
 #: Experts of Qwen3-30B-A3B: first product, second product; and those of gpt-oss-20b.
 EXPERTS: dict[str, dict[str, Any]] = {
     "up": {"EXPERTS": 128, "WIDTH": 1536, "SIZE": 2048, "CHOSEN": 8, "GATED": True, "column_stride": 1},
     "down": {"EXPERTS": 128, "WIDTH": 2048, "SIZE": 768, "CHOSEN": 8, "GATED": False, "column_stride": 1},
     "gpt-oss up": {
         **{"EXPERTS": 32, "WIDTH": 5760, "SIZE": 2880, "CHOSEN": 4, "GATED": True, "row_stride": 1},
-        **{"INTERLEAVED": True, "LIMITED": True, "BIAS": True},
+        **{"INTERLEAVED": True, "LIMITED": True, "given": {"biases"}},
     },
     "gpt-oss up, mxfp4": {
         **{"EXPERTS": 32, "WIDTH": 5760, "SIZE": 2880, "CHOSEN": 4, "GATED": True, "column_stride": 1},
-        **{"INTERLEAVED": True, "LIMITED": True, "BIAS": True, "CODING": 1, "PER_BYTE": 2, "GROUP": 32},
+        **{"INTERLEAVED": True, "LIMITED": True, "CODING": 1, "PER_BYTE": 2, "GROUP": 32},
+        **{"given": {"biases", "scales", "table"}},
     },
     "up, int4 in order": {
         **{"EXPERTS": 8, "WIDTH": 28672, "SIZE": 4096, "CHOSEN": 2, "GATED": True, "column_stride": 1},
-        **{"CODING": 0, "PER_BYTE": 2, "GROUP": 128, "SHIFTED": True, "ORDERED": True},
+        **{"CODING": 0, "PER_BYTE": 2, "GROUP": 128, "given": {"scales", "offsets", "inputs"}},
     },
     "down, fp8": {
         **{"EXPERTS": 128, "WIDTH": 2048, "SIZE": 768, "CHOSEN": 8, "GATED": False, "column_stride": 1},
-        **{"CODING": 2, "PER_BYTE": 1, "GROUP": 128},
+        **{"CODING": 2, "PER_BYTE": 1, "GROUP": 128, "given": {"scales"}},
     },
 }
+#: Arguments that are None unless a case gives them.
+OPTIONAL = {"scales", "offsets", "table", "inputs", "biases"}
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("pairs", [8, 1 << 14])
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "bf16") for name in EXPERTS), ("gpt-oss up, mxfp4", "fp32")])
 def test_products_of_experts_compile(name: str, dtype: str, pairs: int, arch: int, tmp_path: Path) -> None:
-    constants = {"INTERLEAVED": False, "LIMITED": False, "BIAS": False, "ACTIVATION": 0, **DENSE, **EXPERTS[name]}
-    tiling = expert_ops.choose_expert_tiling(pairs, constants["EXPERTS"], ITEM_SIZE[dtype], constants["ORDERED"])
+    constants = {"INTERLEAVED": False, "LIMITED": False, "ACTIVATION": 0, **DENSE, **EXPERTS[name]}
+    given = constants.pop("given", set())
+    constants |= dict.fromkeys(OPTIONAL - given)
+    tiling = expert_ops.choose_expert_tiling(pairs, constants["EXPERTS"], ITEM_SIZE[dtype], "inputs" in given)
     blocks = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     constants |= blocks | {"BLOCK_E": constants["EXPERTS"]}
     types = {
