@@ -73,6 +73,30 @@ def test_imports_form_no_cycle() -> None:
     TopologicalSorter(arrows).prepare()  # raises CycleError, which shows the cycle
 
 
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count a function's lines; of a Typer command, only those of the body, because its signature is its flags."""
+    end = function.end_lineno
+    assert end is not None
+    if not any("typer." in ast.unparse(argument) for argument in function.args.args):
+        return end - function.lineno + 1
+    body = function.body[1 if ast.get_docstring(function) else 0 :]
+    return end - body[0].lineno + 1 if body else 0
+
+
+def test_functions_and_classes_are_small() -> None:
+    """A function has at most 60 lines, a class at most 20 methods."""
+    large = []
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_lines(node) > 60:
+                large.append(f"{name}.{node.name}: {num_lines(node)} lines")
+            elif isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+                if methods > 20:
+                    large.append(f"{name}.{node.name}: {methods} methods")
+    assert large == []
+
+
 @pytest.mark.parametrize("module", ["llmsched.engine", "llmsched.kernels", "llmsched.profiles", "llmsched.cli.main"])
 def test_faces_are_light(module: str) -> None:
     code = f"import sys, {module}; sys.exit([name for name in {HEAVY} if name in sys.modules] or 0)"

@@ -3,8 +3,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +13,7 @@ from llmsched.cli import render
 from llmsched.cli.bench.mode_flags import ModeFlags
 from llmsched.cli.bench.modes import bench_compare, bench_target
 from llmsched.cli.bench.report.output_flags import OutputFlags
+from llmsched.cli.bench.report.report_content import Result
 from llmsched.cli.bench.selfcheck.self_check import bench_self
 from llmsched.cli.options.config_flags import EngineOptions, with_engine_options
 from llmsched.cli.options.flags import quantization_option, resolve_model, simulate_option, typed_options, with_options
@@ -27,6 +29,7 @@ from llmsched.cli.targets.simulated_target import open_simulated
 from llmsched.engine.architecture.online_formats import ONLINE_FORMATS
 from llmsched.engine.errors import ConfigError, LlmschedError
 from llmsched.engine.goodput import Slo
+from llmsched.engine.progress import Progress
 
 
 @with_engine_options(exclude=("seed", "quantization"))
@@ -101,12 +104,9 @@ def bench(
       llmsched bench Qwen/Qwen3-8B --simulate h100:vllm --quantization fp8_block --max-concurrency 64
     """
     outputs.check(modes, load_options.trace)
-    if quantization is not None and simulate is None:
-        if quantization not in ONLINE_FORMATS:
-            formats = ", ".join(ONLINE_FORMATS)
-            raise ConfigError("quantization", f"{quantization} needs --simulate; without it, allowed is {formats}")
-        engine_options = replace(engine_options, given={**engine_options.given, "quantization": quantization})
-    if simulate is None and (extra := {"--replicas", "--router"} & set(typed_options(context))):
+    engine_options = _with_quantization(engine_options, quantization, simulate)
+    typed = typed_options(context)
+    if simulate is None and (extra := {"--replicas", "--router"} & set(typed)):
         raise LlmschedError(f"{', '.join(sorted(extra))}: applies only to --simulate; leave it out, or add --simulate")
     if not modes.find_knee:
         load_options.load.check_shape()
@@ -114,51 +114,73 @@ def bench(
         load_options.load, slo, load_options.timeout, warmup, outputs.save_detailed is not None, modes.one_run
     )
     earlier = outputs.earlier(plan.workload, measured=simulate is None)
-    typed, url = typed_options(context), None if target is None else server_url(target)
+    url = None if target is None else server_url(target)
     with render.progress_bar() as progress:
         if modes.self_check:
             if extra := set(typed) - {"--self-check", "--save", "--json"}:
                 raise LlmschedError(f"--self-check uses its own server and load; leave out {', '.join(sorted(extra))}")
             job = bench_self(progress)
         elif url is not None:
-            if profile is not None:
-                raise LlmschedError(
-                    f"--profile {profile}: the settings of a running server cannot be changed from here"
-                )
-            if simulate is not None:
-                raise LlmschedError(f"--simulate {simulate}: a running server is measured, not simulated; name a model")
-            if modes.compare is not None:
-                raise LlmschedError(
-                    f"--compare runs each variant in this process, and {target} is a server, whose settings cannot be "
-                    "changed from here; name a model, or restart the server with each setting and bench it with the "
-                    "same --seed"
-                )
+            _check_server_flags(url, modes, profile, simulate)
             if "--prompt-seed" not in typed:  # the server's prefix cache outlives this run
                 plan = replace(plan, workload=replace(plan.workload, prompt_seed=secrets.randbits(31) + 1))
             opening = open_server(http_options(url, plan, server, engine_options), plan)
             job = bench_target(opening, url, modes, plan, progress)
         else:
             refuse_url_target_flags(typed)
-            model, options = resolve_model(target), with_profile(engine_options, profile)
-            if profile is not None:
-                for warning in profile_warnings(profile, options.config(model), simulate):
-                    render.warn(warning)
-            config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
-            if modes.compare is not None:
-                job = bench_compare(
-                    config, options.given, simulate, modes, plan, progress, quantization, modes.replication
-                )
-            else:
-                if simulate is None:
-                    opening = open_engine(config, plan, progress)
-                else:
-                    opening = open_simulated(
-                        config, simulate, plan, progress, render.warn, quantization, modes.replication
-                    )
-                job = bench_target(opening, None, modes, plan, progress)
+            options = with_profile(engine_options, profile)
+            job = _bench_model(resolve_model(target), options, modes, plan, progress, profile, simulate, quantization)
         result = asyncio.run(job)
     as_before = outputs.give_out(result, earlier)
     if result.run is not None and result.run.figures.run.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
     if not result.well or not as_before:
         raise typer.Exit(1)
+
+
+def _with_quantization(options: EngineOptions, quantization: str | None, simulate: str | None) -> EngineOptions:
+    """Return the options, with --quantization as a setting unless it is the format of a simulated checkpoint."""
+    if quantization is None or simulate is not None:
+        return options
+    if quantization not in ONLINE_FORMATS:
+        formats = ", ".join(ONLINE_FORMATS)
+        raise ConfigError("quantization", f"{quantization} needs --simulate; without it, allowed is {formats}")
+    return replace(options, given={**options.given, "quantization": quantization})
+
+
+def _check_server_flags(url: str, modes: ModeFlags, profile: str | None, simulate: str | None) -> None:
+    """Raise LlmschedError for flags that do not apply to a running server."""
+    if profile is not None:
+        raise LlmschedError(f"--profile {profile}: the settings of a running server cannot be changed from here")
+    if simulate is not None:
+        raise LlmschedError(f"--simulate {simulate}: a running server is measured, not simulated; name a model")
+    if modes.compare is not None:
+        raise LlmschedError(
+            f"--compare runs each variant in this process, and {url} is a server, whose settings cannot be changed "
+            "from here; name a model, or restart the server with each setting and bench it with the same --seed"
+        )
+
+
+def _bench_model(
+    model: str,
+    options: EngineOptions,
+    modes: ModeFlags,
+    plan: RunPlan,
+    progress: Progress,
+    profile: str | None,
+    simulate: str | None,
+    quantization: str | None,
+) -> Coroutine[Any, Any, Result]:
+    """Prepare a run against a model in this process or, with `simulate`, against its simulation."""
+    if profile is not None:
+        for warning in profile_warnings(profile, options.config(model), simulate):
+            render.warn(warning)
+    config = options.config(model, {"max_queue_size": max(2048, plan.workload.num_requests)})
+    replication = modes.replication
+    if modes.compare is not None:
+        return bench_compare(config, options.given, simulate, modes, plan, progress, quantization, replication)
+    if simulate is None:
+        opening = open_engine(config, plan, progress)
+    else:
+        opening = open_simulated(config, simulate, plan, progress, render.warn, quantization, replication)
+    return bench_target(opening, None, modes, plan, progress)

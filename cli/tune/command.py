@@ -20,6 +20,7 @@ from llmsched.cli.tune.preference import best_trial
 from llmsched.cli.tune.rate_search import JudgedBy
 from llmsched.cli.tune.resume import state_path
 from llmsched.cli.tune.trial_runs import Goal
+from llmsched.cli.tune.trials import Trial
 from llmsched.cli.tune.tune_json import as_json, make_profile
 from llmsched.cli.tune.tune_report import page, say_profile, show
 from llmsched.cli.tune.tuning import TuneOutcome, TuneTask, tune_engine, tune_simulated
@@ -149,16 +150,7 @@ def tune(
     if simulate is not None and rounds is not None:
         raise LlmschedError("--rounds: a simulation gives the same figures each time; leave out --rounds or --simulate")
     load_options.load.check_shape()
-    largest = engine_options.given.get("max_num_batched_tokens", _MOST_TOKENS)
-    if min_num_batched_tokens > largest:
-        raise LlmschedError(
-            f"--min-num-batched-tokens {min_num_batched_tokens} is above --max-num-batched-tokens {largest}"
-        )
-    if model is not None and server_url(model) is not None:
-        raise LlmschedError(
-            f"{model}: cannot tune a running server, because its settings cannot be changed from here; name the "
-            "model that it serves instead"
-        )
+    _check(model, engine_options, min_num_batched_tokens)
     name = resolve_model(model)
     task = TuneTask(
         model=name,
@@ -180,15 +172,10 @@ def tune(
     writes = output is not None or bool(slo.given())
     _announce(task, writes, asks)
     outcome = _run(task, simulate)
-    best, written = best_trial(outcome.history), None
+    best = best_trial(outcome.history)
     if not as_json_:
         show(outcome, definitions=definitions)
-    question = f"write these settings to {task.destination}?"
-    if best is not None and (writes or (asks and typer.confirm(question, default=True, err=True))):
-        try:
-            written = save_profile(make_profile(outcome, best), str(task.destination))
-        except ProfileError as problem:
-            raise LlmschedError(f"--output: {problem}") from problem
+    written = None if best is None else _save(outcome, best, task.destination, writes, asks)
     if report is not None:
         with writing("--report", report):
             report.write_text(page(outcome, written), encoding="utf-8")
@@ -198,6 +185,17 @@ def tune(
         say_profile(outcome, written)
     if best is None:
         raise typer.Exit(1)
+
+
+def _check(model: str | None, options: EngineOptions, smallest_budget: int) -> None:
+    largest = options.given.get("max_num_batched_tokens", _MOST_TOKENS)
+    if smallest_budget > largest:
+        raise LlmschedError(f"--min-num-batched-tokens {smallest_budget} is above --max-num-batched-tokens {largest}")
+    if model is not None and server_url(model) is not None:
+        raise LlmschedError(
+            f"{model}: cannot tune a running server, because its settings cannot be changed from here; name the "
+            "model that it serves instead"
+        )
 
 
 def _announce(task: TuneTask, writes: bool, asks: bool) -> None:
@@ -223,6 +221,17 @@ def _run(task: TuneTask, simulate: str | None) -> TuneOutcome:
         if state_path(task.destination).exists():
             render.note("interrupted; to continue the search, run the same command with --resume")
         raise
+
+
+def _save(outcome: TuneOutcome, best: Trial, destination: Path, writes: bool, asks: bool) -> Path | None:
+    """Write the profile if it should be written, or if the user agrees. Return its path, or None."""
+    question = f"write these settings to {destination}?"
+    if not writes and not (asks and typer.confirm(question, default=True, err=True)):
+        return None
+    try:
+        return save_profile(make_profile(outcome, best), str(destination))
+    except ProfileError as problem:
+        raise LlmschedError(f"--output: {problem}") from problem
 
 
 def _knobs(text: str | None, options: EngineOptions) -> tuple[str, ...]:

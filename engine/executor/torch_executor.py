@@ -27,17 +27,18 @@ from llmsched.engine.executor.graphs import CHECKED_CONTEXTS, DecodeGraphs, Mode
 from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.executor.in_flight import LaunchedPart, LaunchedStep, PackedPart, SampledTokens
 from llmsched.engine.executor.sampler import PendingLogprobs, Sampler, enqueue_logprobs, parameters_of
+from llmsched.engine.executor.state_memory import StateMemory
 from llmsched.engine.executor.stopwatch import Stopwatch
 from llmsched.engine.executor.warmup import warmup_steps
 from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.layout import KVLayout
-from llmsched.engine.kv.recurrent_state import RowState, StateMoves
+from llmsched.engine.kv.recurrent_state import RowState
 from llmsched.engine.memory.activation_memory import LOGITS_BYTES
 from llmsched.engine.memory.graph_memory import CapturedGraphs, graph_sizes
 from llmsched.engine.model.adapters import Adapters
 from llmsched.engine.model.kv_scales import ScaleName, kv_scales
 from llmsched.engine.model.paged_cache import KVCache, PagedContext
-from llmsched.engine.model.recurrent_layers import StateTensors, StepStates
+from llmsched.engine.model.recurrent_layers import StepStates
 from llmsched.engine.model.transformers_model import paged_model
 from llmsched.engine.progress import Progress, silent
 from llmsched.engine.request import Sequence
@@ -103,8 +104,8 @@ class TorchExecutor(Executor):
         #: Number of logits per token. Only ids below it can be sampled or biased.
         self.vocab_size = self._model.vocab_size
         self.reserve(num_blocks)
-        #: Recurrent states of all sequences, in `num_states` slots.
-        self._states = self._reserve_states(num_states)
+        with self._on_stream():
+            self._states = StateMemory(self._model.states, num_states, self.device) if self._model.states else None
         self.reserve_host(num_host_blocks, num_host_states)
         self._logits_at_once = max(1, logits_bytes // (4 * self._model.vocab_size))
         self._sampler = Sampler(self._logits_at_once)
@@ -117,7 +118,6 @@ class TorchExecutor(Executor):
         self.used_bytes()  # waits for all work, also for weights that are still being loaded on the default stream
         self._graphs: DecodeGraphs | None = None
         self._host: HostBlocks | None = None
-        self._host_states: HostBlocks | None = None
         self._cache = KVCache([], [], [])
         self.used_bytes()  # returns their memory
         with self._on_stream():
@@ -127,24 +127,18 @@ class TorchExecutor(Executor):
         self.num_blocks = num_blocks
         self.kv_cache_bytes = self._cache.num_bytes
 
-    def _reserve_states(self, num_states: int) -> StateTensors | None:
-        if not self._model.states:
-            return None
-        with self._on_stream():
-            return StateTensors(self._model.states, num_states, self.device)
-
     def reserve_host(self, num_host_blocks: int, num_host_states: int = 0) -> None:
         """Reserve host memory, to which KV blocks and recurrent states can be swapped."""
         with self._on_stream():
             if num_host_blocks:
                 self._host = HostBlocks(self._cache, num_host_blocks, self.device)
-            if num_host_states and self._states is not None:
-                self._host_states = HostBlocks(self._states, num_host_states, self.device)
+            if self._states is not None:
+                self._states.reserve_host(num_host_states)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent states."""
-        return 0 if self._states is None else self._states.num_bytes
+        return 0 if self._states is None else self._states.tensors.num_bytes
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # On a CPU, torch.cuda.stream(None) would initialise CUDA if the machine has a GPU.
@@ -153,7 +147,8 @@ class TorchExecutor(Executor):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self._sampler.forget(plan.finished)
         previous, self._sampled = self._sampled, SampledTokens()
-        hosts = [host for host in (self._host, self._host_states) if host is not None]
+        state_host = None if self._states is None else self._states.host
+        hosts = [host for host in (self._host, state_host) if host is not None]
         for host in hosts:
             host.take_times()  # drop the times of a step that failed
         with torch.inference_mode(), self._on_stream():
@@ -168,7 +163,8 @@ class TorchExecutor(Executor):
             if plan.swap_in:
                 assert self._host is not None
                 self._host.swap_in(plan.swap_in)
-            self._move_states(plan.state_moves)
+            if self._states is not None:
+                self._states.move(plan.state_moves)
             parts = [
                 self._launch_part(self._pack_part(part, previous), previous, self._sampled)
                 for part in split(plan.rows, self._logits_at_once)
@@ -201,7 +197,7 @@ class TorchExecutor(Executor):
         return logits
 
     def close(self) -> None:
-        del self._graphs, self._model, self._cache, self._host, self._states, self._host_states, self._buffers
+        del self._graphs, self._model, self._cache, self._host, self._states, self._buffers
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -241,7 +237,7 @@ class TorchExecutor(Executor):
         if self._states is not None and batch.states is not None:
             own = buffers.put(batch.states.single_slots)
             single = None if len(own) == len(batch.input_ids) else buffers.put(batch.states.single)
-            states = StepStates(self._states, single, own, batch.states.pieces)
+            states = StepStates(self._states.tensors, single, own, batch.states.pieces)
         fixed_bytes = buffers.num_used if buffers.fits else None
         tables = buffers.put(batch.block_tables)
         context = PagedContext(self._cache, slots, tables, *lengths, works, lora, states)
@@ -275,30 +271,15 @@ class TorchExecutor(Executor):
         return LaunchedPart(packed.indices, batch.sampling_rows, sampled, batch.prompt_counts, prompt_logprobs)
 
     def _forward(self, batch: PackedBatch, inputs: ModelInputs) -> torch.Tensor:
-        states = batch.states
-        if states is not None and states.fresh and self._states is not None:
-            self._states.clear(to_device(np.array(states.fresh, np.int64), self.device))
+        if batch.states is not None and self._states is not None:
+            self._states.clear(batch.states.fresh)
         if inputs.use_graph and self._graphs is not None:
             logits = self._graphs.run(inputs)
         else:
             logits = self._model.forward(inputs.input_ids, inputs.positions, inputs.context, inputs.logit_rows)
-        if states is not None:
-            self._copy_states(states.copies)
+        if batch.states is not None and self._states is not None:
+            self._states.copy(batch.states.copies)
         return logits
-
-    def _copy_states(self, pairs: ListLike[tuple[int, int]]) -> None:
-        if pairs and self._states is not None:
-            slots = to_device(np.array(pairs, np.int64), self.device)
-            self._states.copy(slots[:, 0], slots[:, 1])
-
-    def _move_states(self, moves: StateMoves) -> None:
-        if moves.swap_out:
-            assert self._host_states is not None
-            self._host_states.swap_out(moves.swap_out)
-        self._copy_states(moves.copies)
-        if moves.swap_in:
-            assert self._host_states is not None
-            self._host_states.swap_in(moves.swap_in)
 
     def warmup(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, progress: Progress = silent
@@ -413,5 +394,5 @@ class TorchExecutor(Executor):
         width = -(-end // self.block_size)
         blocks = (np.arange(width, dtype=np.int32) + row * width) % max(1, self.num_blocks)
         table = np.tile(blocks, (self.layout.num_groups, 1))
-        state = None if self._states is None else RowState(row % self._states.num_slots)
+        state = None if self._states is None else RowState(row % self._states.tensors.num_slots)
         return ScheduledRow(sequence, start, num_tokens, table, sample=True, state=state)

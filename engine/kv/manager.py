@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from llmsched.engine.config import ResolvedConfig
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.pins import Pins, most_pinned_blocks
-from llmsched.engine.kv.pool import BlockPool, KVUsage
+from llmsched.engine.kv.pool import KVUsage
 from llmsched.engine.kv.prefix_cache import PrefixCache
 from llmsched.engine.kv.prefix_tree import PrefixHit
 from llmsched.engine.kv.recurrent_slots import num_saved_blocks
 from llmsched.engine.kv.recurrent_state import RowState, StateMoves, num_state_slots
+from llmsched.engine.kv.request_blocks import RequestBlocks, StaticBatchBlocks
 from llmsched.engine.kv.swap import BlockCopies, SwapSpace
 from llmsched.engine.kv.table import BlockTable
 from llmsched.engine.request import Request
-
-
-class StaticBatchBlocks:
-    """Blocks of a static batch: each request keeps blocks for max_model_len tokens until the batch ends."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._blocks: list[list[int]] = []
-        self.num_empty = 0
-
-    def reserve(self, request: Request, num_tokens: int) -> None:
-        """Extend the request's blocks in full-attention groups to `num_tokens` tokens, or as far as the pool allows."""
-        table = request.table
-        layout = table.layout
-        spare = self._pool.num_available - layout.window_groups * (layout.num_behind + 1)
-        if layout.full_groups:
-            width = min(layout.width(num_tokens), len(table) + max(0, spare) // layout.full_groups)
-            table.extend(width, self._pool.allocate(layout.full_groups * (width - len(table))))
-
-    def keep(self, request: Request) -> None:
-        """Keep the blocks of a request that ends, until its batch ends."""
-        blocks = request.table.held_blocks()
-        self._pool.acquire(blocks)
-        self._blocks.append(blocks)
-        self.num_empty += request.table.num_empty(request.num_computed_tokens)
-
-    def release(self) -> None:
-        for blocks in self._blocks:
-            self._pool.release(blocks)
-        self._blocks.clear()
-        self.num_empty = 0
-
-    def ref_counts(self) -> Counter[int]:
-        return Counter(block for blocks in self._blocks for block in blocks)
 
 
 class KVManager:
@@ -61,8 +27,8 @@ class KVManager:
 
     Between two steps, a request holds blocks for all its tokens in each full-attention group. In each sliding-window
     group, it holds the blocks that KVLayout describes. During a step, sliding-window groups also need room for the
-    tokens that the step computes (see `reach(...)`). If the model has recurrent layers, a running request also holds
-    a slot for its state, of `num_states` slots; at most `max_running` requests may run at the same time.
+    tokens that the step computes (see `RequestBlocks.reach`). If the model has recurrent layers, a running request
+    also holds one of `num_states` slots for its state. At most `max_running` requests may run at the same time.
     """
 
     def __init__(
@@ -87,6 +53,7 @@ class KVManager:
             layout, self.pool, tree, max_pinned_blocks if caches else 0, self.states, max_pinned_states if caches else 0
         )
         self.copies = BlockCopies(self.swap)
+        self.blocks = RequestBlocks(layout, self.pool)
         self.static_batch = StaticBatchBlocks(self.pool)
 
     @property
@@ -125,7 +92,7 @@ class KVManager:
             table.open_window(window_start, hit.window_nodes)
         request.block_table = table
         request.encoded = b""
-        self.grow(request)
+        self.blocks.grow(request)
         self._open_state(request, hit)
         num_restored = 0 if swapped is None else self.swap.restore(request, len(hit.nodes))
         if source is not None:
@@ -147,63 +114,7 @@ class KVManager:
         assert request.state is not None
         self.swap.states.overwrite(request.state.slot)
 
-    # -- blocks of a running request --------------------------------------------------------------------------
-
-    def grow(self, request: Request) -> None:
-        """Add the blocks that the request's tokens need. The caller must check that enough blocks are available."""
-        table = request.table
-        if request.num_tokens <= table.capacity:
-            return
-        width = self.layout.width(request.num_tokens)
-        if width > len(table):
-            table.extend(width, self.pool.allocate(self.layout.full_groups * (width - len(table))))
-        if self.layout.window_groups:
-            # The last token is computed next, even if `commit` has not released the blocks behind the window yet.
-            is_last = request.num_tokens - request.num_computed_tokens == 1
-            end = width if is_last else table.needed_window_end(width)
-            if end > table.window_end:
-                table.extend_window(self.pool.allocate(self.layout.window_groups * (end - table.window_end)))
-
-    def reach(self, request: Request, end: int) -> int:
-        """Allocate blocks so that this step can compute the request's tokens before position `end`.
-
-        Returns the position up to which the blocks suffice: `end`, or less if sliding-window groups lack blocks.
-        """
-        table = request.table
-        if end > table.capacity:
-            wanted = self.layout.width(end) - table.window_end
-            count = min(wanted, self.pool.num_available // self.layout.window_groups)
-            table.extend_window(self.pool.allocate(self.layout.window_groups * count))
-        return min(end, table.capacity)
-
-    def lend(self, request: Request, end: int) -> int:
-        """Allocate blocks, as far as they are available, so that a step can compute draft tokens before position `end`.
-
-        Returns the position up to which the blocks suffice. After the step, call `take_back(...)`.
-        """
-        table, layout = request.table, self.layout
-        if end > table.capacity:
-            columns = min(layout.width(end) - len(table), self.pool.num_available // layout.num_groups)
-            if columns > 0:
-                table.extend(len(table) + columns, self.pool.allocate(layout.full_groups * columns))
-            if layout.window_groups:
-                return self.reach(request, min(end, len(table) * self.block_size))
-        return min(end, table.capacity)
-
-    def take_back(self, request: Request) -> None:
-        """Release the blocks that `lend(...)` allocated, except those that the request's tokens need."""
-        width = self.layout.width(request.num_tokens)
-        if width < len(request.table):
-            self.pool.release(request.table.shrink(width))
-        self.trim(request)
-
-    def trim(self, request: Request) -> None:
-        """Release the blocks that `reach(...)` allocated to the request for a step that was not computed."""
-        table = request.table
-        if self.layout.window_groups:
-            end = table.needed_window_end(self.layout.width(request.num_tokens))
-            if end < table.window_end:
-                self.pool.release(table.trim_window(end))
+    # -- a running request ------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
         """Make the request's newly filled blocks findable, and release blocks that have left the sliding window."""

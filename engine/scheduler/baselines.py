@@ -36,7 +36,7 @@ class StaticScheduler(Scheduler):
 
     def _secure_memory(self, demand: Demand) -> bool:
         for request in self.running:
-            self.kv.grow(request)
+            self.kv.blocks.grow(request)
         return False
 
     def _prefill(self, step: StepBuilder, behind: list[Request], *, admit: bool) -> WaitReason:

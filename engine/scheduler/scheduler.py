@@ -223,7 +223,7 @@ class Scheduler:
             preempted = True
         for request in growing:
             if request.status is RequestStatus.RUNNING:
-                self.kv.grow(request)
+                self.kv.blocks.grow(request)
         return preempted
 
     def _preempt(self, request: Request, reason: str, demand: int | None = None) -> None:
@@ -316,7 +316,7 @@ class Scheduler:
                     request.token_ids.append(token_id)
                 reason = reason_to_end(request, token_id)
             elif reason is None:
-                self.kv.take_back(request)
+                self.kv.blocks.take_back(request)
             if reason is not None:
                 self.finish(request, reason)
         return updates
@@ -339,7 +339,7 @@ class Scheduler:
                 request.num_computed_tokens -= num_tokens - len(draft)
                 request.num_pending_tokens = 0
                 if draft:
-                    self.kv.take_back(request)
+                    self.kv.blocks.take_back(request)
         undone = [plan] if following is None else [plan, following]
         self._finished[:0] = [request_id for each in undone for request_id in each.finished]
         saved = {host for each in undone for _, host in each.swap_out}
@@ -356,7 +356,7 @@ class Scheduler:
         for request in list(self.running):
             state_kept = request.state is None or request.state.slot not in changed
             if state_kept and copied.isdisjoint(request.table.held_blocks()):
-                self.kv.trim(request)
+                self.kv.blocks.trim(request)
             else:
                 self._preempt(request, "step_memory")
         self.pacer.lower(plan.num_tokens)

@@ -186,7 +186,7 @@ class StepBuilder:
         start = request.num_computed_tokens + given
         count = min(limit, self.left, request.num_tokens - start)
         if count > 0:
-            count = self._kv.reach(request, start + count) - start
+            count = self._kv.blocks.reach(request, start + count) - start
         if count <= 0:
             return 0
         self._counts[request] = given + count
@@ -210,7 +210,7 @@ class StepBuilder:
         before = self.left
         for request, draft in drafts.items():
             known = request.num_computed_tokens + 1
-            count = self._kv.lend(request, known + min(len(draft), self.left)) - known
+            count = self._kv.blocks.lend(request, known + min(len(draft), self.left)) - known
             if count > 0:
                 self._drafts[request] = draft[:count]
                 self._counts[request] += count

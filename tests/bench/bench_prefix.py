@@ -116,7 +116,7 @@ def decode(kv: KVManager, running: list[Request], advance: int) -> float:
     for request in running:
         table = request.table
         if request.num_tokens > table.capacity:
-            kv.grow(request)
+            kv.blocks.grow(request)
         request.num_computed_tokens += advance
         if request.num_computed_tokens >= table.commit_at:
             kv.commit(request)

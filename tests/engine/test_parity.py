@@ -269,7 +269,9 @@ def test_a_wrong_token_is_not_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_check_fails_if_its_subject_did_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCache, "find", lambda self, request: NO_HIT)
-    monkeypatch.setattr(Scheduler, "_secure_memory", lambda self, _: [self.kv.grow(r) for r in self.running] and False)
+    monkeypatch.setattr(
+        Scheduler, "_secure_memory", lambda self, _: [self.kv.blocks.grow(r) for r in self.running] and False
+    )
     right = run.engine_for
     monkeypatch.setattr(run, "engine_for", lambda subject, check: right(subject, replace(check, num_blocks=100)))
     problems = {check.name: check.problems for check in compare("llama").checks if not check.ok}

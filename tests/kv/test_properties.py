@@ -97,7 +97,7 @@ class KVLife(RuleBasedStateMachine):
             if request.num_tokens > 70 or request.table.num_growing(request.num_tokens) > self.kv.pool.num_available:
                 self.driver.leave(request)
             elif chunk := random.choice([0, most, random.randint(1, most)]):
-                self.kv.grow(request)
+                self.kv.blocks.grow(request)
                 chunks[request] = chunk
         self.driver.step(chunks)
 

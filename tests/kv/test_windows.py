@@ -53,7 +53,7 @@ def test_a_long_prompt_has_room_for_its_chunk_while_that_is_computed() -> None:
     request = driver.come(tokens(1000))
     assert held(request) == (63, 4)
     assert driver.kv.pool.num_used == LAYOUT.num_blocks(1000)
-    assert driver.kv.reach(request, 500) == 500
+    assert driver.kv.blocks.reach(request, 500) == 500
     assert held(request) == (63, 32)
     driver.step({request: 500})
     assert held(request)[1] == 3 + 1, "the block that is being filled, and what the next token sees"
@@ -65,7 +65,9 @@ def test_a_chunk_is_shortened_to_what_there_is_room_for() -> None:
     driver = driver_of(63 + 2 * 4 + 3)
     request = driver.come(tokens(1000))
     assert driver.kv.pool.num_available == 3
-    assert driver.kv.reach(request, 1000) == 5 * 16, "one more block for each of two groups, and one that is left"
+    assert driver.kv.blocks.reach(request, 1000) == 5 * 16, (
+        "one more block for each of two groups, and one that is left"
+    )
     for _ in range(200):
         if request.num_computed_tokens == 1000:
             break

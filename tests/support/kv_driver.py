@@ -74,9 +74,9 @@ class KVDriver:
         """
         rows = []
         for request, chunk in chunks.items():
-            self.kv.grow(request)
+            self.kv.blocks.grow(request)
             start = request.num_computed_tokens
-            count = self.kv.reach(request, start + min(chunk, request.num_tokens - start)) - start
+            count = self.kv.blocks.reach(request, start + min(chunk, request.num_tokens - start)) - start
             assert count > 0
             sample, state = start + count == request.num_tokens, self.kv.row_state(request, count)
             rows.append(ScheduledRow(request, start, count, request.table.ids, sample, state=state))
