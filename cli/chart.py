@@ -84,7 +84,7 @@ def axes(chart: Chart) -> tuple[Axis, Axis]:
 
 
 def drawable(chart: Chart) -> Chart:
-    """Return a copy without values that cannot be drawn. Each series of a stacked chart is added to the ones before."""
+    """Return a copy without values that cannot be drawn. A stacked chart adds up its series."""
 
     def fits(value: float, log: bool) -> bool:
         return math.isfinite(value) and (value > 0 or not log)

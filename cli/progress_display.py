@@ -20,7 +20,7 @@ class Display(Protocol):
 
 
 class LogProgress:
-    """Progress in a log: at most one line per EVERY_S seconds, and none for work shorter than QUIET_S seconds."""
+    """Progress in a log: at most one line per EVERY_S seconds, and no line for work shorter than QUIET_S seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic, say: Callable[[str], None] | None = None) -> None:
         self._now = now

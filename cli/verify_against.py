@@ -78,7 +78,7 @@ class SavedOutputFlags:
 
 
 def run_saved(config: EngineConfig, flags: SavedOutputFlags, settings: Mapping[str, int], as_json: bool) -> bool:
-    """Save outputs, compare with saved ones, or both, and print what was found. Return False if they differ too much.
+    """Save outputs, compare with saved ones, or both, and print the result. Return False if they differ too much.
 
     `settings` are num_prompts, num_tokens and seed of new outputs.
     """

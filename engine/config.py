@@ -272,7 +272,7 @@ class EngineConfig:
 
     @property
     def most_sampled_rows(self) -> int:
-        """Most rows of logits from which one step samples."""
+        """Largest number of rows of logits from which one step samples."""
         return self.max_num_seqs + (0 if self.speculative == "off" else MAX_DRAFT_TOKENS)
 
     def chosen(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def device_memory(device: str = "auto") -> DeviceMemory:
 
 
 def gpu_device(gpu: GpuSpec) -> DeviceMemory:
-    """Return the memory of a GPU in profiles/gpus.toml, none of it held by other programs."""
+    """Return the memory of a GPU in profiles/gpus.toml, as if no other program used it."""
     fp8 = gpu.fp8_flops > 0
     return DeviceMemory("cuda", gpu.name, gpu.memory, computes_bf16=gpu.bf16_flops > 0, computes_fp8=fp8)
 
@@ -185,7 +185,7 @@ def _own_memory() -> int:
 
 
 def _holders(nvml: Any, handle: Any) -> list[Holder]:
-    """Return the processes that hold GPU memory, the largest first; an empty list if the driver reports none."""
+    """Return the processes that hold GPU memory, the largest first; an empty list if the driver reports no process."""
     used: dict[int, int] = {}
     for listed in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         try:

@@ -50,8 +50,8 @@ class PromptChange:
 class PromptChanges:
     """Periodic check of recent prompts for an early token at which they differ.
 
-    The check logs what it finds, unless the position is within SPREAD tokens of the one that was logged last. Prompt
-    text is included only if `quote_prompts` is set.
+    The check logs what it finds, unless the position is within SPREAD tokens of the last logged position. Prompt text
+    is included only if `quote_prompts` is set.
     """
 
     def __init__(self, watch: PromptWatch, tokenizer: Tokenizer, metrics: EngineMetrics) -> None:
@@ -68,7 +68,7 @@ class PromptChanges:
             self.check()
 
     def check(self) -> PromptChange | None:
-        """Check the latest prompts now. Return what was found, or None."""
+        """Check the latest prompts now. Return the change found, or None."""
         self._next_check = self._watch.num_seen + CHECK_EVERY
         found = self._watch.report()
         self._metrics.set("prefix_cache_changing_prompts", found.count / WINDOW if found is not None else 0)

@@ -86,7 +86,7 @@ class Stall(NamedTuple):
 
 
 def worst_stall(arrivals: Sequence[Arrival]) -> Stall | None:
-    """Return the longest gap between two arrivals of tokens (of equal gaps the first), or None if there is no gap."""
+    """Return the longest gap between two arrivals of tokens (the first of equal gaps), or None if there is no gap."""
     carried = [arrival for arrival in arrivals if arrival.tokens > 0]
     totals = accumulate(arrival.tokens for arrival in carried)
     stalls = [

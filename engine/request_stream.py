@@ -111,7 +111,7 @@ class OpenStreams(dict[str, RequestStream]):
         return True
 
     def deliver(self) -> None:
-        """Hand the posted outputs to their streams, those of one choice as one output."""
+        """Hand the posted outputs to their streams. Outputs of the same choice are joined."""
         self._delivery_is_due = False  # before the outputs are read, so that nothing stays posted
         steps = [self.posted.popleft() for _ in range(len(self.posted))]
         for output in steps[0] if len(steps) == 1 else _merged(steps):

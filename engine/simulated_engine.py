@@ -68,8 +68,8 @@ class SimulatedEngine(StepLoop):
     def skip_decodes(self, until: float) -> list[float]:
         """Simulate the next uneventful steps that begin before `until`. Return the time at which each step ends.
 
-        In these steps each running request gets a token, and none needs a block, fills one, or ends. Each
-        has the same effect as a call of `step()`, but takes a fraction of the time.
+        In these steps each running request gets a token, and no request needs a block, fills a block, or ends. Each has
+        the same effect as a call of `step()`, but takes a fraction of the time.
         """
         times: list[float] = []
         scheduler, clock = self.scheduler, self.clock

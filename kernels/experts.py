@@ -57,7 +57,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     - correction: float32 [E]. It is added to the scores by which experts and groups are chosen, but not to the weights
       (DeepSeek-V3).
 
-    Of equal scores, those that torch.topk returns are chosen. Scores are computed in float32.
+    If scores are equal, torch.topk decides. Scores are computed in float32.
     """
     logits = logits.float()
     scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(dim=1)

@@ -8,7 +8,7 @@ from llmsched.kernels import dispatch, reference
 
 
 def kernel_fault(device: str) -> str | None:
-    """Compile attention and write_kv for `device` (cuda or cpu) and run them. Return what is wrong, or None.
+    """Compile attention and write_kv for `device` (cuda or cpu) and run them. Return a fault in words, or None.
 
     Exceptions of the compiler are passed on.
     """

@@ -21,7 +21,10 @@ _MAX_ONGOING = 100_000
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """Return the application. `arguments` are those of ReplicaSpec, and `replicas`, `scale_ttft` and `resources`."""
+    """Return the application.
+
+    `arguments` has the fields of ReplicaSpec, and `replicas`, `scale_ttft` and `resources`.
+    """
     rest = dict(arguments)
     replicas = parse_replicas(str(rest.pop("replicas", "1")))
     scale_ttft, resources = float(rest.pop("scale_ttft", 1.0)), rest.pop("resources", {})

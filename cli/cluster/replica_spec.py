@@ -1,4 +1,4 @@
-"""Settings of a replica: those given to `llmsched serve`, in a form that can be sent to other processes."""
+"""Settings of a replica, from the flags of `llmsched serve`, in a form that can be sent to other processes."""
 
 from __future__ import annotations
 

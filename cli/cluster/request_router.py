@@ -28,7 +28,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica, then the others, which Ray Serve asks if the first takes no more requests."""
+        """Return the chosen replica, then all others. Ray Serve tries the others if the chosen one is full."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         routed_call.known_replicas.clear()
         routed_call.known_replicas.update(replica_id.unique_id for replica_id in self.curr_replicas)

@@ -129,7 +129,7 @@ def _of_report(report: Mapping[str, Any], source: str) -> Evidence:
 
 
 def live_evidence(client: httpx.Client, watch: float | None) -> Evidence:
-    """Read the figures of a running server: those since its start or, with `watch`, those of the next `watch` seconds.
+    """Read the figures of a running server, since its start or, with `watch`, of the next `watch` seconds.
 
     Raises LlmschedError if the server has no metrics that `doctor` knows.
     """

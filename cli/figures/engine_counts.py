@@ -66,7 +66,7 @@ class EngineCounts:
 
     @property
     def acceptance(self) -> float | None:
-        """Share of draft tokens that were right; None if there were none."""
+        """Share of draft tokens that were accepted; None without drafts."""
         drafts = self.drafts
         return drafts["accepted_tokens"] / drafts["draft_tokens"] if drafts and drafts["draft_tokens"] else None
 

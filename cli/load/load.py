@@ -105,7 +105,7 @@ class Load(Schedule, ABC):
     def head(self, count: int, *, seed: int, output_len: int | None = None) -> Load:
         """Return a load of `count` similar requests with new prompts, all sent at once.
 
-        The answers have `output_len` tokens or, if that is None, lengths like those of this load.
+        The answers have `output_len` tokens or, if that is None, lengths from the load's distribution.
         """
 
     def one_by_one(self, count: int, *, seed: int) -> Load:
@@ -143,7 +143,7 @@ async def run_load(
     """Send each request when it is due, and return the records of the requests sent, in the order of `planned`.
 
     At most `max_concurrency` requests run at the same time. A request fails `timeout` seconds after it was sent. If the
-    loop is `closed`, each request is sent when an earlier one ends, and none is sent after `stop_after` seconds.
+    loop is `closed`, each request is sent when an earlier one ends, and no request is sent after `stop_after` seconds.
     `on_end` is called with the record of each request that ends, failed or not.
     """
     now = asyncio.get_running_loop().time

@@ -19,7 +19,10 @@ _ANY_PARAMETERS = {"type": "object"}
 
 
 def schemas(tools: Sequence[Tool], *, only_strict: bool = False) -> Functions:
-    """Return the schemas of the parameters by function. With `only_strict`, functions that are not strict take any."""
+    """Return the schemas of the parameters by function.
+
+    With `only_strict`, functions that are not strict accept any parameters.
+    """
     found = {}
     for tool in tools:
         function = tool.function
@@ -29,11 +32,11 @@ def schemas(tools: Sequence[Tool], *, only_strict: bool = False) -> Functions:
 
 
 def wanted_output(request: ChatRequest, notation: Notation, *, only_strict: bool = False) -> Wanted | None:
-    """Return what the outputs of a chat must match, or None if anything will do.
+    """Return the format that the outputs of a chat must match, or None if every output is allowed.
 
-    The arguments of calls that tool_choice demands are valid under the schemas of their functions, with `only_strict`
-    only if these are strict. In other calls, only those of strict functions are. Raises RequestError for fields that
-    cannot be combined.
+    In calls that tool_choice demands, arguments must match the schema of their function; with `only_strict`, only if
+    the function is strict. In other calls, only arguments of strict functions must match. Raises RequestError for
+    fields that cannot be combined.
     """
     output, tools = request.grammar_spec(), request.callable_tools()
     if not tools or notation.call_parser is None:
@@ -55,7 +58,7 @@ def wanted_output(request: ChatRequest, notation: Notation, *, only_strict: bool
 
 
 def chat_grammar(request: ChatRequest, notation: Notation, compiler: GrammarCompiler) -> Grammar | None:
-    """Return the grammar of a chat's outputs, or None if anything will do.
+    """Return the grammar of a chat's outputs, or None if every output is allowed.
 
     Raises RequestError for fields that cannot be combined, and for a schema that cannot be enforced. If the schema of a
     function that is not strict cannot be enforced, the function takes any arguments.

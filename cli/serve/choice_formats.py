@@ -58,7 +58,7 @@ class TokenWriter:
         return self.raw(token_id) if self._tokenizer.byte_level else list(piece.encode())
 
     def prompt_pieces(self, prompt: PreparedPrompt) -> list[str]:
-        """Return the text of each prompt token, special ones included, but "" for a BOS that the tokenizer added."""
+        """Return the text of each prompt token, also of special tokens. A BOS that the tokenizer added becomes ""."""
         detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
         first, text = prompt.token_ids[0], prompt.text
         is_bos = first == self._tokenizer.bos_token_id

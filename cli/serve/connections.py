@@ -76,7 +76,10 @@ class ConnectionPool:
         return len(self.busy) > self.limit
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log one line if a connection cannot be accepted, as asyncio tries again. Handle other errors as usual."""
+        """Log one line if a connection cannot be accepted, because asyncio tries again.
+
+        Handle other errors as usual.
+        """
         if "socket" in context and isinstance(error := context.get("exception"), OSError):
             self._log(f"cannot accept connections: {error.strerror or error}")
         else:
@@ -322,7 +325,7 @@ def _write_now(connection: Connection, part: bytes) -> bool:
 
 
 async def _ping(connection: Connection) -> None:
-    """Find out if a client that has ended its data still reads, by sending it bytes that clients ignore."""
+    """Send bytes that clients ignore, to find out if a client that sends no more data still reads."""
     for delay in _PINGS_S:
         await asyncio.sleep(delay)
         cycle = connection.cycle

@@ -42,11 +42,11 @@ class _Budgets(NamedTuple):
 
 
 class KeyBudgets:
-    """Budgets and metrics of API keys. A budget belongs to a key's name, so reading the file again refills none.
+    """Budgets and metrics of API keys. A budget belongs to a key's name, so reloading the file does not refill it.
 
-    A request is accepted if both budgets of its key have at least 1 left. The tokens of its prompt are taken at once,
-    those of its output when the request ends. So a token budget can become negative; until it has refilled, requests
-    are refused.
+    A request is accepted if both budgets of its key have at least 1 left. Prompt tokens are taken from the budget at
+    once, output tokens when the request ends. So a token budget can become negative. Requests are then refused until it
+    has refilled.
     """
 
     def __init__(self, metrics: EngineMetrics, clock: Callable[[], float] = time.monotonic) -> None:

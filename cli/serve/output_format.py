@@ -1,4 +1,4 @@
-"""Fields of a request that say what its output must match."""
+"""Fields of a request that restrict its output, such as response_format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JsonSchemaText = dict[str, Any] | bool
 
 
 class NamedSchema(Schema):
-    """Schema of a response_format. It is enforced whatever `strict` is."""
+    """Schema of a response_format. It is enforced even if `strict` is False."""
 
     name: str | None = None
     description: str | None = None

@@ -45,7 +45,7 @@ class ParsedOutput:
         return self._num_tokens if self._parser.has_reasoning else 0
 
     def count(self, token_ids: list[int]) -> None:
-        """Count the tokens of reasoning, with the one that ends it."""
+        """Count the tokens of reasoning, including the token that ends it."""
         if self._has_ended:
             return
         if (end := self._reasoning_end) is not None and end in token_ids:
@@ -55,7 +55,7 @@ class ParsedOutput:
 
     @property
     def is_plain(self) -> bool:
-        """True if whatever follows is content."""
+        """True if all further text is content."""
         return self._parser.is_plain
 
     @property

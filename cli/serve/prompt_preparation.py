@@ -117,7 +117,10 @@ class Preparer:
             raise renamed(error) from error
 
     def _effort_options(self, effort: str) -> dict[str, Any]:
-        """Return the options that stand for reasoning_effort. Raises RequestError if the chat template has none."""
+        """Return the options that stand for reasoning_effort.
+
+        Raises RequestError if the chat template has no such options.
+        """
         template = self._tokenizer.chat_template or ""
         if "reasoning_effort" in template:
             return {"reasoning_effort": effort}

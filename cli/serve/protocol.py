@@ -48,7 +48,10 @@ R = TypeVar("R", bound="Schema")
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return a list of prompts, each a text or a list of token ids. Raises one error, however many are invalid."""
+    """Return a list of prompts, each a text or a list of token ids.
+
+    Raises a single error, even if several prompts are invalid.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -176,7 +179,7 @@ class GenerationRequest(ModelRequest):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def grammar_spec(self) -> tuple[str, GrammarSpec] | None:
-        """Return what outputs must match and the field that says so, or None."""
+        """Return the name of the field that restricts outputs, and the GrammarSpec that they must match, or None."""
         if self.structured_outputs is not None:
             return "structured_outputs", self.structured_outputs.spec()
         if self.response_format is not None and (spec := self.response_format.spec()) is not None:

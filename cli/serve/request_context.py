@@ -27,7 +27,10 @@ class RequestContext:
 
 
 def priority_of(priority: int | None, class_name: str | None) -> int:
-    """Return `priority` or, if None, that of the class `class_name` (default: interactive). Raises RequestError."""
+    """Return `priority` or, if it is None, the priority of the class `class_name` (default: interactive).
+
+    Raises RequestError.
+    """
     if class_name is not None and class_name not in CLASSES:
         raise RequestError(CLASS_HEADER, f"{CLASS_HEADER} is {class_name[:100]!r}; allowed is {' or '.join(CLASSES)}")
     return CLASSES[class_name or "interactive"] if priority is None else priority

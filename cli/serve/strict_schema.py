@@ -25,7 +25,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
-        """Raise an error for the first unknown field. pydantic's own check would list all, however many."""
+        """Raise an error for the first unknown field. pydantic's own check would list them all, which may be many."""
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if isinstance(value, dict) and (unknown := next((key for key in value if key not in known), None)):
             hint = f"; use {cls.renamed[unknown]}" if unknown in cls.renamed else ""

@@ -159,7 +159,7 @@ async def warm_up(
 ) -> None:
     """Send `count` requests like those of the load, but with other prompts, all at once. Ignore failures.
 
-    Answers have `output_len` tokens or, if that is None, lengths like those of the load's answers.
+    Answers have `output_len` tokens or, if that is None, lengths from the load's distribution.
     """
     if count < 1:
         return

@@ -9,7 +9,7 @@ _LONGEST = 1 << 24
 
 
 class Event(NamedTuple):
-    """Event with its type ("message" if the stream names none) and its data lines, joined by newlines."""
+    """Event with its type ("message" if the stream gives no type) and its data lines, joined by newlines."""
 
     type: str
     data: str

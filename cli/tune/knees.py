@@ -85,8 +85,8 @@ class KneeFinder:
     def requests(self, rate: float | None) -> int:
         """Return the number of requests that a run at this rate sends.
 
-        A load with a duration sends what falls into that duration. Other loads send `least` requests, or more if a
-        backlog needs more of them to exceed the SLO on TTFT or E2E.
+        A load with a duration sends the requests that are due in that duration. Other loads send `least` requests, or
+        more if a backlog must grow longer before it exceeds the SLO on TTFT or E2E.
         """
         if rate is None:
             return self.least

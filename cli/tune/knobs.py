@@ -125,7 +125,7 @@ def varied_knobs(settings: Sequence[Setting]) -> list[str]:
 
 
 def describe(setting: Setting, others: Sequence[Setting]) -> str:
-    """Return a setting as text: its token budget and its value of each knob that differs among `others`."""
+    """Return a setting as text: its token budget, and the value of each knob that differs among `others`."""
     return ", ".join(f"{knob} {knob_in_words(knob, getattr(setting, knob))}" for knob in varied_knobs(others))
 
 

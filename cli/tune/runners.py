@@ -131,7 +131,7 @@ class EngineRunner(TrialRunner):
         return replace(run, others_cpu=others_cpu(self._process))
 
     def predict(self, settings: Sequence[Setting], requests: int, rate: float | None = None) -> Predictions:
-        """Return simulated runs of the settings; none if too few steps were recorded to fit a cost model."""
+        """Return simulated runs of the settings, or no runs if too few steps were recorded to fit a cost model."""
         cost = None if self._watch is None else self._watch.cost()
         if self._engine is None or self._engine.core.plan is None or cost is None:
             return {}
@@ -162,7 +162,7 @@ class SimulatedRunner(TrialRunner):
         return self.simulate(setting, requests, round_index, rate)
 
     def simulate(self, setting: Setting, requests: int, round_index: int, rate: float | None = None) -> TrialRun:
-        """Do what `run(...)` does, synchronously. Raises ConfigError for a setting above the memory plan's limits."""
+        """Do the work of `run(...)` synchronously. Raises ConfigError for a setting above the memory plan's limits."""
         start, work, engine = time.perf_counter(), self._work.at_rate(rate, requests), self._make_engine()
         engine.reconfigure(**asdict(setting))
         meter, peak_running = KVMeter(), 0

@@ -55,7 +55,7 @@ def read_matrices(
 
 
 class ExpertMatrix(NamedTuple):
-    """Place of one expert's matrix in the model's tensor that joins those of all experts."""
+    """Place of one expert's matrix in a tensor of the model that joins the matrices of all experts."""
 
     target: str  # name of the joined tensor
     number: int  # of the expert
@@ -63,7 +63,7 @@ class ExpertMatrix(NamedTuple):
 
 
 def expert_matrix(name: str, model_type: str | None) -> ExpertMatrix | None:
-    """Return the place of the tensor `name` of a checkpoint, or None if the model does not join it with others."""
+    """Return the place of the checkpoint's tensor `name` in a joined tensor, or None if it is not joined."""
     if model_type not in JOINED_EXPERTS or (match := _EXPERT.fullmatch(name)) is None:
         return None
     role = _ROLES.get(match["role"], match["role"])
@@ -76,9 +76,9 @@ def joined_experts(
 ) -> dict[str, list[QuantisedMatrix]]:
     """Return the matrices of single experts that stay quantised, by the name of the model's tensor that joins them.
 
-    `stored` are the names of the checkpoint's tensors. The rows of the matrices in a list, in this order, are the rows
-    of the joined one. Matrices are joined if all matrices of a layer's experts are quantised and alike, and if gate and
-    up of each expert have their columns in the same order.
+    `stored` are the names of the checkpoint's tensors. The joined matrix has the rows of the matrices in the list, in
+    this order. Matrices are joined if all matrices of a layer's experts are quantised and alike, and if gate and up of
+    each expert have their columns in the same order.
     """
     found: dict[str, list[tuple[int, str, QuantisedMatrix]]] = {}
     for name, matrix in matrices.items():

@@ -49,7 +49,7 @@ class QuantisedMatrix:
 
     @property
     def is_kept(self) -> bool:
-        """True if the matrix can stay quantised alone. Those of single experts can only if they are joined."""
+        """True if the matrix can stay quantised by itself. Matrices of single experts must be joined first."""
         return self.layout == "experts" or not (".experts." in self.weight or f".{EXPANDING}." in self.weight)
 
     @property

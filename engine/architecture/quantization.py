@@ -73,7 +73,7 @@ class Quantization:
     def bits(self, module: str, *, expert: bool = False, packed: bool = False) -> Bits:
         """Return the bits per weight of a module's matrix, for example of "model.layers.0.mlp.up_proj".
 
-        If `packed` is True, return the bits in the memory of `llmsched serve`, instead of those in the files.
+        If `packed` is True, return the bits in the memory of `llmsched serve`, instead of the bits in the files.
         """
         schemes = (scheme for scheme in self.schemes if expert or not scheme.experts)
         found = next((one for one in schemes if one.pattern is None or one.pattern.search(module)), Scheme(None))

@@ -182,7 +182,7 @@ class StepTimeModel:
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Return the four coefficients of the formula, none below 0."""
+        """Return the four coefficients of the formula, all of them 0 or more."""
         # The fit is repeated without the term of the most negative coefficient until no coefficient is negative.
         if self._coefficients is None:
             active = [0, 1, 2, 3]

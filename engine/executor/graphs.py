@@ -152,7 +152,7 @@ class DecodeGraphs:
         """Replay the graph that has as many rows as `inputs`, and return the logits [rows, vocab_size].
 
         The logits are valid until the next call. Except for the block tables, the tensors in `inputs` must have the
-        same addresses as those with which the graph was captured.
+        same addresses as when the graph was captured.
         """
         graph = self._graphs[_key(inputs)]
         if inputs.fixed_bytes != graph.fixed_bytes:

@@ -48,5 +48,5 @@ class SimulatedExecutor(SynchronousExecutor):
 
 
 def invented_token(request_id: str) -> int:
-    """Return the output token of a request, no stop id. Requests have different ones, so outputs share no prefixes."""
+    """Return the id of all output tokens of a request. It is no stop id, and differs between requests."""
     return 1_000_000 + zlib.crc32(request_id.encode()) % 1_000_000

@@ -27,7 +27,7 @@ class StateMemory:
             self.host = HostBlocks(self.tensors, num_states, self._device)
 
     def clear(self, slots: ListLike[int]) -> None:
-        """Set the states in these slots to those before the first token."""
+        """Reset the states in these slots to the state before the first token."""
         if slots:
             self.tensors.clear(to_device(np.array(slots, np.int64), self._device))
 

@@ -87,7 +87,7 @@ class Vocabulary:
 
 
 def _texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """Return the bytes of each token. Of plain tokens with equal bytes, only one has them; the others have none."""
+    """Return the bytes of each token. If several plain tokens have equal bytes, all but one get b""."""
     texts = tokenizer.vocabulary(vocab_size)
     owners: dict[bytes, int] = {}
     for token_id, text in enumerate(texts):
@@ -143,7 +143,7 @@ class Matcher:
         return _message(self.state) if self.state.is_error() else None
 
     def accept(self, token_id: int) -> str | None:
-        """Add a token to the output. Return what is wrong if the grammar does not allow it."""
+        """Add a token to the output. Return an error message if the grammar does not allow it, else None."""
         if self.after is not None:
             if token_id == self.after:
                 self.after = None

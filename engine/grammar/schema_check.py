@@ -1,4 +1,4 @@
-"""Search of JSON schemas for what llguidance would ignore, and for the place of an error."""
+"""Checks of JSON schemas: finds rules that llguidance would ignore, and the place of an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SEARCH_S = 0.2
 
 
 def check_schema(schema: Any, compile_problem: Callable[[Any], str | None]) -> str | None:
-    """Return what is wrong with a JSON schema and where, or None if it is supported.
+    """Return a message that says what is wrong with a JSON schema and where, or None if it is supported.
 
     `compile_problem(schema)` returns the compiler's error for a schema, or None.
     """

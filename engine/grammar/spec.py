@@ -59,7 +59,7 @@ def tagged_output(
 ) -> GrammarSpec:
     """Return the description of outputs that consist of one tag or, if `many`, of tags with `separator` between them.
 
-    With `trigger`, which all tags begin with, an output is any text, in which each occurrence of `trigger` begins a
+    With `trigger`, which must be the beginning of all tags, an output is any text, but each `trigger` in it begins a
     tag. Then `separator` is not used and, if `many` is False, the first tag ends the output.
     """
     if trigger is None:

@@ -50,8 +50,8 @@ def prefix_hashes(tokens: bytes, salt: PrefixKey, span: int) -> list[bytes]:
 class CacheSummary:
     """Hashes of the prefixes in a prefix tree whose length is a multiple of `blocks_per_hash` blocks.
 
-    The tree calls `add` and `remove`. If there are more than `max_hashes` prefixes, the longest are left out, and of
-    equally long ones the oldest. So each prefix of a published prefix is published too.
+    The tree calls `add` and `remove`. If there are more than `max_hashes` prefixes, the longest are left out, the
+    oldest of equally long ones first. So each prefix of a published prefix is published too.
     """
 
     def __init__(self, blocks_per_hash: int, max_hashes: int = MAX_HASHES) -> None:

@@ -59,7 +59,7 @@ class Misses:
         self._ghosts[index], self._evicted_at[index] = node.path_hash, now
 
     def skipped(self) -> Miss:
-        """Count and return the miss of a request that does not look anything up in the cache."""
+        """Count and return the miss of a request that does not use the cache."""
         self.counts[MissKind.SKIPPED] += 1
         return Miss(MissKind.SKIPPED, 0)
 

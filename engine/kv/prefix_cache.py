@@ -170,7 +170,7 @@ class PrefixCache:
     def _num_usable(self, found: list[PrefixNode]) -> int:
         """Return how many leading nodes can be reused.
 
-        The last ones must still have their sliding-window blocks, and the last one its recurrent state.
+        The last few nodes must still have their sliding-window blocks, and the very last its recurrent state.
         """
         if self.states is not None:
             return next((count for count in range(len(found), 0, -1) if found[count - 1].state is not None), 0)

@@ -20,8 +20,8 @@ from llmsched.engine.request import Request
 class StateSlots:
     """Slots 0 .. num_slots-1 of recurrent states.
 
-    Each running request has one slot. Nodes of the prefix tree have the others, which are evicted like cached blocks;
-    then `on_evict` is called with the node. At most `max_running` requests run at the same time.
+    Each running request has one slot. The other slots belong to nodes of the prefix tree and are evicted like cached
+    blocks; `on_evict` is called with the node. At most `max_running` requests run at the same time.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StateSlots:
     def _may_follow(self, state: SequenceState) -> bool:
         """Return True if the sequence may save one more snapshot, and drop its newest one if slots are short.
 
-        So a sequence that gets ever longer evicts at most one snapshot of others.
+        So a sequence that grows longer and longer evicts at most one snapshot of other sequences.
         """
         if self.pool.num_free or state.newest is None:
             return True
@@ -90,7 +90,7 @@ class StateSlots:
         return slot is not None and state.newest.state is None
 
     def num_saved_tokens(self, request: Request) -> int:
-        """Return the largest number of tokens of a snapshot that `commit(...)` would take, or 0 if there is none."""
+        """Return the number of tokens in the longest snapshot that `commit(...)` would take; 0 without one."""
         places = (at for at, _ in _state_of(request).saves if at <= request.num_computed_tokens)
         return max(places, default=0)
 

@@ -91,7 +91,7 @@ class HostPlaces:
         return outs, ins
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Raise AssertionError unless each place is free, about to be copied back, or among those `held`."""
+        """Raise AssertionError unless each place is free, about to be copied back, or in `held`."""
         everywhere = sorted([*held, *self._free, *self._returning])
         assert everywhere == list(range(self._num_begun)), "a place in host memory is lost or in two places"
 

@@ -46,7 +46,7 @@ class Product(NamedTuple):
     lora: LoraMatrices | None = None
 
     def compute(self, kernels: Any, rows: Tensor, lora: Sequence[Any] = ()) -> Tensor:
-        """Return the product with each row of `rows`. `lora` is that of the PagedContext."""
+        """Return the product with each row of `rows`. `lora` is the field of the PagedContext."""
         output: Tensor = kernels.linear(rows, self.weight, self.bias)
         if lora and self.lora is not None:
             kernels.add_lora(output, rows, self.lora, lora[0])
@@ -65,7 +65,7 @@ class Mlp(NamedTuple):
 
 
 class LatentProducts(NamedTuple):
-    """Products of latent attention before its attention, see LatentParts."""
+    """Matrix products that latent attention computes first, see LatentParts."""
 
     parts: LatentParts
     project: tuple[Product, ...]  # queries, or their narrow form, and latent vectors: together if they can be joined

@@ -82,7 +82,7 @@ def packed(file: GGUFFile, name: str) -> PackedMatrix:
 
 
 def _halves(blocks: Bytes, *columns: int) -> list[npt.NDArray[np.float16]]:
-    """Return for each byte offset in `columns` the float16 numbers that begin there in the blocks, as [B, 1]."""
+    """Return the float16 numbers at each byte offset in `columns` of the blocks, as [B, 1]."""
     return [blocks[:, column : column + 2].copy().view(np.float16) for column in columns]
 
 

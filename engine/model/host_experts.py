@@ -64,7 +64,10 @@ class HostExperts:
 
 
 def keep_on_host(model: nn.Module, layers: Collection[int], device: str) -> list[Tensor]:
-    """Keep the matrices of the experts in `layers` in host memory. Return them; they must not be moved to `device`."""
+    """Keep the matrices of the experts in `layers` in host memory.
+
+    Return these matrices; do not move them to `device`.
+    """
     shared: dict[tuple[object, ...], Tensor] = {}
     kept = []
     for name, module in list(model.named_modules()):

@@ -1,4 +1,4 @@
-"""Scales of an fp8 KV cache: those in the checkpoint, or measured ones."""
+"""Scales of an fp8 KV cache, read from the checkpoint or measured."""
 # Without scales, e4m3 would cut off large keys (its largest number is 448, and Qwen2 has larger keys), and round small
 # values coarsely (numbers below 2^-6 have fewer digits). So the largest key and the largest value of each KV head are
 # measured once, over a few tokens in the model's own type. Other tokens have larger ones, so a scale leaves ROOM for
@@ -43,13 +43,16 @@ class ScaleName(NamedTuple):
 
 
 def scale_names(tensor: str) -> list[ScaleName]:
-    """Return which scales of the KV cache the tensor of this name in a checkpoint has; none for other tensors."""
+    """Return the names of the KV cache's scales in a checkpoint's tensor of this name; [] if it has no such scales."""
     found = _NAME.search(tensor)
     return [] if found is None else [ScaleName(int(found[1]), "kv".index(kind)) for kind in found[2] or found[3]]
 
 
 def checkpoint_scales(directory: Path) -> dict[ScaleName, torch.Tensor]:
-    """Read the scales of the KV cache in a checkpoint, which may have none. Raises ModelError for a damaged file."""
+    """Read the scales of the KV cache from a checkpoint; {} if it has no scales.
+
+    Raises ModelError for a damaged file.
+    """
     return {name: tensor[...] for key, tensor in open_checkpoint(directory).items() for name in scale_names(key)}
 
 

@@ -51,7 +51,7 @@ def latent_weight(module: Any) -> Tensor | None:
 
 
 class NarrowQuery(NamedTuple):
-    """Norm and second matrix of queries that two matrices compute."""
+    """Norm and second matrix of queries, where two matrices compute the queries."""
 
     norm: Norm
     rule: NormRule

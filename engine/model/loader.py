@@ -339,7 +339,7 @@ class OpenModel:
         return load_model(self.source, self.config, packed=packed and self.packed, **options)
 
     def kv_scales(self) -> Mapping[ScaleName, torch.Tensor]:
-        """Read the scales of an fp8 KV cache in the checkpoint, which may have none."""
+        """Read the scales of an fp8 KV cache from the checkpoint; {} if it has no scales."""
         from llmsched.engine.model.kv_scales import checkpoint_scales
 
         return {} if self.source.gguf is not None else checkpoint_scales(self.source.path)

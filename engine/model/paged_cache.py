@@ -48,9 +48,10 @@ class LayerPlace(NamedTuple):
 
 
 def place_layers(layers: ListLike[LayerShape], layout: KVLayout) -> list[LayerPlace]:
-    """Assign each layer to a layer group of `layout`. Return one place per layer, or that of the layer's source.
+    """Assign each layer to a layer group of `layout`.
 
-    Raises ModelError if layers with different KV shapes would share blocks, or if no group suits a layer.
+    Return one place per layer. A layer that reads another layer's KV has the place of that layer. Raises ModelError if
+    layers with different KV shapes would share blocks, or if no group suits a layer.
     """
     own = [layer for layer in layers if layer.source is None]
     windowed = [bool(layout.window_groups and layer.window and layer.window <= layout.window) for layer in own]
@@ -181,8 +182,8 @@ class PagedContext:
     ) -> torch.Tensor:
         """Write a layer's new keys [T, kv_heads, D] and values [T, kv_heads, Dv] to the cache, then compute attention.
 
-        A layer that reads the KV of an earlier one writes nothing. `query` is [T, heads, D]; the result is
-        [T, heads, Dv]. All tensors must be contiguous.
+        A layer that reads the KV of an earlier layer writes nothing. `query` is [T, heads, D]; the result is [T, heads,
+        Dv]. All tensors must be contiguous.
         """
         keys, values, group, options["kv_scales"] = self.cache.of_layer(layer)
         if layer in self.cache.writers:

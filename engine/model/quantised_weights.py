@@ -129,7 +129,7 @@ def packed(matrix: QuantisedMatrix, get: Get, settings: Mapping[str, Any], where
 
 
 def _spread(values: Tensor, matrix: QuantisedMatrix) -> Tensor:
-    """Return scales or zero points as [M, N / group]: those of a block of rows are repeated."""
+    """Return scales or zero points as [M, N / group]. Values for a block of rows are repeated for each row."""
     (rows, columns), (height, width), group = matrix.shape, matrix.span, matrix.group
     if values.numel() != rows * columns // group:
         blocks = values.reshape(-(-rows // height), -(-columns // width))

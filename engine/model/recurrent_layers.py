@@ -65,7 +65,7 @@ class StateTensors:
             tensor[destinations] = tensor[sources]
 
     def clear(self, slots: Tensor) -> None:
-        """Set the states in `slots` (int64 [N]) to those before the first token."""
+        """Reset the states in `slots` (int64 [N]) to the state before the first token."""
         for tensor in self.tensors:
             tensor[slots] = 0
 

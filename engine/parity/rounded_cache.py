@@ -12,9 +12,11 @@ from llmsched.kernels.fp8 import restored, stored
 
 
 class RoundedCache(DynamicCache):
-    """Cache that rounds keys and values to `dtype` and back. Attention uses the rounded ones, for new tokens too.
+    """Cache that rounds keys and values to `dtype` and back.
 
-    `scales` are those of each layer, [2, kv_heads], if `dtype` is fp8.
+    Attention uses the rounded values, for new tokens too.
+
+    If `dtype` is fp8, `scales` has the scales [2, kv_heads] of each layer.
     """
 
     def __init__(self, dtype: torch.dtype, scales: Sequence[torch.Tensor] | None) -> None:

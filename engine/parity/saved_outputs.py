@@ -1,4 +1,4 @@
-"""Saved outputs of the engine, for comparison with those of another version, setting or device.
+"""Saved outputs of the engine, to compare them with the outputs of another version, setting or device.
 
 The file is JSON: {"format": FORMAT, "version": VERSION, "origin": {...}, "vocab_size": V, "outputs": [...]}. An output
 is {"name", "prompt", "tokens", "top_ids", "top_logprobs"}: the token ids of a prompt and of its greedy continuation
@@ -181,7 +181,7 @@ def _prompt(saved: SavedOutput, num_tokens: int) -> ParityPrompt:
 
 
 def _common(expected: ListLike[int], found: ListLike[int]) -> tuple[int, int | None]:
-    """Return how many positions have the same context, and the token found at the last of these if it differs."""
+    """Return the number of positions with the same context, and the token at the last one if it differs, else None."""
     for place, (one, other) in enumerate(zip(expected, found, strict=True)):
         if one != other:
             return place + 1, other

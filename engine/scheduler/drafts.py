@@ -1,13 +1,13 @@
 """Drafts for speculative decoding: guesses of a request's next tokens, looked up in its prompt and output.
 
 A step computes a draft as a short prefill after the request's last token, and samples a token after each of its tokens.
-The samples are kept up to the first one that differs from the draft. The output is that of decoding without drafts:
-what is sampled is a function of the logits and of a key, and the key depends only on the seed and the position. So a
-token that is sampled after right draft tokens is the token that plain decoding samples there. Samples after a wrong
-draft token are dropped. By induction, the outputs are equal token by token for every seed, and therefore equal in
-distribution. A draft token is kept with its probability under the model, which is the best that rejection sampling can
-do with a fixed guess (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML
-2023, with a draft model that is certain of its guess).
+The samples are kept up to the first one that differs from the draft. The output equals decoding without drafts: a
+sampled token depends only on the logits and a key, and the key only on the seed and the position. So a token sampled
+after correct draft tokens is the token that plain decoding samples there. Samples after a wrong draft token are
+dropped. By induction, the outputs are equal token by token for every seed, and therefore equal in distribution. A draft
+token is kept with its probability under the model, which is the best that rejection sampling can do with a fixed guess
+(Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023, with a draft model
+that is certain of its guess).
 
 Lookup of n-grams: A. Saxena, "Prompt lookup decoding", 2023.
 """
@@ -37,7 +37,7 @@ TRY_AGAIN = 64
 
 
 class Acceptance:
-    """Shares of checked draft tokens that were right, by the length of the match from which they come."""
+    """Shares of checked draft tokens that were correct, by the length of the match from which they come."""
 
     def __init__(self, longest: int) -> None:
         self._right = [0.0] * (longest + 1)
@@ -52,7 +52,7 @@ class Acceptance:
 
 
 class History:
-    """Tokens of one request in an index, and how often its drafts were right."""
+    """Tokens of one request in an index, and how often its drafts were correct."""
 
     __slots__ = ("acceptance", "guess", "index", "length", "num_accepted", "num_drafted")
 
@@ -75,7 +75,7 @@ class Drafter:
 
     With ngram, each request whose last tokens occur earlier in its prompt or output gets a draft of up to
     num_speculative_tokens tokens. With auto, a step gets the drafts that promise the most output tokens per second,
-    according to the share of right drafts so far and the step-time model. If a step leaves a draft out, its first
+    according to the share of correct drafts so far and the step-time model. If a step leaves a draft out, its first
     token is still compared with the token that the step samples, so that the share stays up to date.
     """
 
@@ -104,8 +104,8 @@ class Drafter:
     def choose(self, decodes: Sequence[Request], room: int, *, ahead: bool = False) -> dict[Request, tuple[int, ...]]:
         """Return drafts for some of the requests that decode in the next step, with at most `room` tokens in all.
 
-        With `ahead`, a step in flight samples tokens of these requests. The drafts are then those for the tokens that
-        the step is expected to sample. The result is empty if it is faster not to wait for that step.
+        With `ahead`, a step in flight samples tokens of these requests. The drafts then follow the tokens that the step
+        is expected to sample. The result is empty if it is faster not to wait for that step.
         """
         room = min(room, MAX_DRAFT_TOKENS)
         if room <= 0:

@@ -17,8 +17,9 @@ Detail = int | float | str
 class SchedulerCounters:
     """Totals since the engine was built.
 
-    Fields whose names begin with num_ count events. Those that begin with wait_ are seconds from arrival to the first
-    admission, summed over requests, by what the first waiting request lacked. The others count tokens.
+    Fields whose names begin with num_ count events. Fields whose names begin with wait_ are seconds from arrival to the
+    first admission, summed over requests, by the reason why the first waiting request waited. All other fields count
+    tokens.
     """
 
     prefix_queried_tokens: int = 0

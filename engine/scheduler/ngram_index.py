@@ -22,7 +22,7 @@ class Match(NamedTuple):
 class NgramIndex:
     """Index of the places at which each n-gram of `shortest` tokens occurs in a sequence that grows.
 
-    It does not keep the tokens: each call gets all of them, and they must begin with those of the previous call.
+    It does not keep the tokens: each call gets all of them, and they must begin with the tokens of the previous call.
     """
 
     # As in LZ77 compressors, a hash table has the latest place of each n-gram, and `_earlier` chains the places of

@@ -92,8 +92,8 @@ class Loss(NamedTuple):
 class Preemption:
     """Rules of preemption: which request to preempt, and whether to swap or recompute its KV (see preemption_mode).
 
-    Mode "auto" chooses what is predicted to take less time. If too few host blocks are free, KV is recomputed in every
-    mode.
+    Mode "auto" chooses the way that is predicted to take less time. If too few host blocks are free, KV is recomputed
+    in every mode.
     """
 
     def __init__(self, kv: KVManager, config: EngineConfig) -> None:

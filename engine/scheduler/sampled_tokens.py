@@ -20,7 +20,7 @@ def matched(matcher: Matcher, result: RowResult) -> RowResult:
 def accept(request: Request, draft: tuple[int, ...], result: RowResult) -> FinishReason | None:
     """Add the tokens sampled for a row with a draft to the request, up to the first one that differs from the draft.
 
-    Drops the results after it, and those after the end of the request. Returns why the request ends, or None.
+    Drops later results, and results after the end of the request. Returns why the request ends, or None.
     """
     kept: list[RowResult] = []
     reason = None

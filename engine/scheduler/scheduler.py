@@ -80,7 +80,7 @@ class Scheduler:
         self.configure()
 
     def configure(self, **limits: Unpack[Limits]) -> None:
-        """Change the limits of a step, and forget what was learned from earlier steps. No request may be running."""
+        """Change the limits of a step, and forget all estimates from earlier steps. No request may be running."""
         assert not self.running
         self.config = replace(self.config, **limits)
         self.pacer = Pacer(self.config)

@@ -113,7 +113,7 @@ class Pacer:
             )
 
     def draft_costs(self, num_decodes: int, kv_tokens: int, *, measured: bool = True) -> DraftCosts | None:
-        """Return what drafts cost in a step of decodes alone, or None while too few steps were measured.
+        """Return the costs of drafts in a step of decodes alone, or None while too few steps were measured.
 
         Without `measured`, or before steps with drafts were measured, a draft token costs as much as a prefill token.
         """
@@ -205,7 +205,8 @@ class StepBuilder:
     def draft(self, drafts: Mapping[Request, tuple[int, ...]]) -> int:
         """Add drafts to requests given to `decode(...)`, as far as the token budget and free blocks allow.
 
-        Returns the number of draft tokens. Call this last, so that drafts get only what no other request needs.
+        Returns the number of draft tokens. Call this last, so that drafts get only tokens and blocks that no other
+        request needs.
         """
         before = self.left
         for request, draft in drafts.items():

@@ -33,7 +33,7 @@ class StopMatcher:
         return buffer[:certain], None
 
     def flush(self) -> str:
-        """Return the text that `push(...)` still holds back: none if a stop string has ended the output."""
+        """Return the text that `push(...)` still holds back; "" if a stop string has ended the output."""
         held, self.held = self.held, ""
         self._matched = [0] * len(self._stops)
         return held

@@ -72,7 +72,7 @@ class Tokenizer:
         return ids
 
     def escape(self, text: str, also: Iterable[str] = ()) -> str:
-        """Mark special tokens and those in `also`, so that `encode(..., escaped=True)` reads them as plain text."""
+        """Mark special tokens and all of `also`, so that `encode(..., escaped=True)` reads them as plain text."""
         for token in (_MARK, *self._special, *also):
             if token in text:
                 text = text.replace(token, "".join(char + _MARK for char in token))

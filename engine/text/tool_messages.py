@@ -1,4 +1,4 @@
-"""Forms of tool messages that chat templates expect. For templates that show no tools, this is text as in Hermes."""
+"""Conversion of tool messages to forms that chat templates accept. Templates without tools get text as in Hermes."""
 
 from __future__ import annotations
 

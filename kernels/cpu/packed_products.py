@@ -108,7 +108,7 @@ def bodies(
     halves: bool,
     written: torch.dtype,
 ) -> tuple[Any, Any]:
-    """Return the code for few and for many rows. Both are compiled at once: none after a warm-up.
+    """Return the compiled functions for few and for many rows. Both are compiled together, so a warm-up compiles both.
 
     `halves` says that the halves of a block have scales of their own. Otherwise a block has one scale.
     """

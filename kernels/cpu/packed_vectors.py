@@ -94,7 +94,10 @@ def multiply_tile(
 
 
 def _row_addresses(context: Any, builder: Any, kind: Any, rows: Any, number: Any, count: int) -> list[Any]:
-    """Return the addresses of `count` rows of an array, from `number` on. The last row stands for missing ones."""
+    """Return the addresses of `count` rows of an array, from `number` on.
+
+    The last row is repeated in place of missing rows.
+    """
     size = columns(context, builder, kind, rows)
     num_rows = builder.sdiv(context.make_array(kind)(context, builder, rows).nitems, size)
     last = builder.sub(num_rows, size.type(1))
@@ -197,7 +200,7 @@ class Layout(NamedTuple):
         return builder.sitofp(codes, VECTOR)
 
     def load_table(self, builder: Any, table: Any) -> Any:
-        """Return what `look_up` needs of the 16 numbers at `table`, or None if codes do not stand for them."""
+        """Return the argument `table` of `look_up` for the 16 numbers at `table`, or None for codes without a table."""
         if self.coding != TABLE_4:
             return None
         if not HAS_PERMUTATION:

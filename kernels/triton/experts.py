@@ -46,7 +46,7 @@ def route_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute `reference.route` for one token. Of equal scores, those of the experts with lower numbers are chosen."""
+    """Compute `reference.route` for one token. If scores are equal, lower numbers are chosen."""
     token = tl.program_id(0).to(tl.int64)
     groups, columns = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_S)[None, :]
     numbers, real = groups * SIZE + columns, (groups < GROUPS) & (columns < SIZE)

@@ -43,7 +43,7 @@ def list_launches(
     put: Put,
     window: int | None = None,
 ) -> list[Launch]:
-    """Return a launch for all decodes and one for all prefill chunks, without those that would have no work.
+    """Return a launch for all decodes and one for all prefill chunks. A launch without work is left out.
 
     `tilings` has the tiling for decodes (True) and for prefill chunks (False). `group` is the number of query heads per
     KV head. The other arguments are as in `list_work`.

@@ -34,7 +34,10 @@ def detailed_lines(report: Mapping[str, Any], run: MeasuredRun) -> Iterator[str]
 
 
 def read_request(path: Path, name: str) -> dict[str, Any]:
-    """Return the saved request whose id or, failing that, index is `name`. Raises LlmschedError if there is none."""
+    """Return the saved request whose id is `name` or, if there is none, whose index is `name`.
+
+    Raises LlmschedError if no request matches.
+    """
     found: dict[str, Any] | None = None
     try:
         if path.is_char_device():

@@ -1,4 +1,4 @@
-"""`bench --against`: comparison of a run's figures with those of a saved run, by their 95 % confidence intervals."""
+"""`bench --against`: comparison of a run's figures with a saved run's figures, by 95 % confidence intervals."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def read_report(flag: str, path: Path) -> Mapping[str, Any]:
 
 
 def _detailed(line: str) -> Any:
-    """Return the report in the first line of a --save-detailed file, or None if the line is another."""
+    """Return the report in the first line of a --save-detailed file, or None for any other file."""
     try:
         first = json.loads(line)
     except ValueError:

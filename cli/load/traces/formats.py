@@ -192,7 +192,7 @@ def _sharegpt(row: Row, options: FormatOptions) -> list[TraceRequest]:
 
 
 def _log(row: Row, options: FormatOptions) -> list[TraceRequest]:
-    """Return a list of one request: the one that a record logs, such as the body of an OpenAI API request."""
+    """Return a list with the single request that a record logs, such as the body of an OpenAI API request."""
     inner = next((row.values[name] for name in BODIES if isinstance(row.values.get(name), dict)), None)
     body = row if inner is None else row.inside(inner)
     if "embedding" in str(row.values.get("url")):

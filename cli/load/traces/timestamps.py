@@ -4,7 +4,7 @@ The first of these rules that applies decides the unit of timestamps that are nu
 
 1. The unit is given (`--timestamp-unit`).
 2. The field's name ends in a unit.
-3. Read in one of the units, all numbers are Unix timestamps from 2001 to 2099.
+3. In one of the units, all numbers are Unix timestamps from 2001 to 2099.
 4. The format has a usual unit. If it makes the mean gap between requests implausible, and not all files of the format
    have the same unit, the unit that makes the gap plausible and closest to 1 s is taken instead.
 """

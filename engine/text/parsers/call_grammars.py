@@ -25,7 +25,7 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def forced_notation(parser: type[OutputParser]) -> type[OutputParser]:
-    """Return the parser of the notation in which calls are forced for a model with the notation of `parser`."""
+    """Return the parser of the notation in which a model with this parser writes calls that a grammar forces."""
     return _FORCED_IN.get(parser, parser)
 
 
@@ -44,7 +44,7 @@ def forced_calls(
 def strict_calls(
     parser: type[OutputParser], functions: Functions, special_ids: Mapping[str, int], *, many: bool
 ) -> GrammarSpec | None:
-    """Return the description of outputs that are text, calls, or both; None for notations without one."""
+    """Return the description of outputs that are text, calls, or both, or None if there is none for this notation."""
     if parser in (HermesParser, MistralParser):
         tags = [_tag(parser, name, schema, special_ids) for name, schema in functions.items()]
         return tagged_output(tags, trigger=special_ids.get(parser.markers[0], parser.markers[0]), many=many)
@@ -82,7 +82,7 @@ def _tag(parser: type[OutputParser], name: str, schema: Mapping[str, Any], speci
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Forbid other arguments than the declared ones, unless the schema says something about them."""
+    """Forbid arguments that the schema does not declare, unless it has a rule for them such as additionalProperties."""
     if "properties" not in schema or _OTHERS & schema.keys():
         return schema
     return {**schema, "additionalProperties": False}

@@ -18,7 +18,10 @@ class JsonParser(OutputParser):
     """Base class of parsers whose calls have JSON arguments."""
 
     def json_value(self, emit: Emit, depth: int = 0) -> Steps:
-        """Read a JSON value and pass it to `emit` as far as it is valid. Raises MalformedCallError where it is not."""
+        """Read a JSON value and pass its valid part to `emit`.
+
+        Raises MalformedCallError at the first invalid character.
+        """
         if self.char == '"':
             yield from self._json_string(emit)
         elif self.char in ("{", "["):

@@ -58,7 +58,7 @@ class Notation:
         return None if self.thinking is None else OutputParser(functions, self.thinking, opened=opened)
 
     def describe(self) -> str:
-        """Return a line about tool calls and reasoning, for people."""
+        """Return a line about tool calls and reasoning for the user."""
         names = {parser: name for name, parser in TOOL_CALL_PARSERS.items()}
         calls = "not supported" if self.call_parser is None else f"in the notation {names[self.call_parser]}"
         reasoning = "" if self.thinking is None else f"; reasoning between {' and '.join(self.thinking)}"
@@ -72,7 +72,7 @@ class Notation:
 
 
 def find_notation(tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> Notation:
-    """Return the notation with these parsers. For "auto", the chat template decides; "none" is no parser."""
+    """Return the notation with these parsers. "auto" lets the chat template decide; "none" means no parser."""
     calls = _detect_calls(tokenizer) if tool_call_parser == AUTO else TOOL_CALL_PARSERS.get(tool_call_parser)
     template = tokenizer.chat_template or ""
     thinking = REASONING_PARSERS.get(reasoning_parser)
@@ -85,7 +85,7 @@ def find_notation(tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_
 
 
 def _detect_calls(tokenizer: Tokenizer) -> type[OutputParser] | None:
-    """Return the parser that finds a call in the way the chat template writes it, or None if there is none.
+    """Return the parser that recognises calls as the chat template writes them, or None if no parser does.
 
     Tools that the template does not show are described to the model in the notation of Hermes.
     """

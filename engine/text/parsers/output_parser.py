@@ -137,7 +137,7 @@ class OutputParser:
     def until(self, ends: tuple[str, ...], emit: Emit) -> Generator[None, str, str]:
         """Pass the text before the first of `ends` to `emit`, and read that end.
 
-        Returns the end, or "" at the end of the output. What may become an end is held back.
+        Returns the end, or "" at the end of the output. Text that may become an end is held back.
         """
         held = ""
         beginnings = {end[0] for end in ends}
@@ -159,7 +159,7 @@ class OutputParser:
         return ""
 
     def attempt(self, call: Steps) -> Steps:
-        """Read a call, or several. What is malformed becomes content, or is read again to look for other calls."""
+        """Read one or several calls. Malformed text becomes content, or is read again to look for other calls."""
         num_calls = self._num_calls
         try:
             yield from call

@@ -74,7 +74,7 @@ class Qwen3CoderParser(OutputParser):
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the types that a JSON schema names; an empty set if it names none."""
+    """Return the types that a JSON schema names; an empty set for a schema without types."""
     if not isinstance(schema, Mapping):
         return set()
     own = schema.get("type")
