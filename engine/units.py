@@ -21,6 +21,6 @@ def human_seconds(seconds: float) -> str:
 
 
 def three_figures(value: float) -> str:
-    """Return a number as text, with two decimals below 10, one below 100, and otherwise no decimals: 1.50, 23.4, 1,024."""
+    """Return a number as text, with two decimals below 10, one below 100, else no decimals: 1.50, 23.4, 1,024."""
     size = abs(value)
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:,.0f}"

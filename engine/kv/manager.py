@@ -148,7 +148,7 @@ class KVManager:
         request.num_computed_tokens = 0
 
     def row_state(self, request: Request, num_tokens: int) -> RowState | None:
-        """Return the recurrent state of a row with the next `num_tokens` tokens; None for a model without such state."""
+        """Return the recurrent state of a row with the next `num_tokens` tokens; None if the model has no state."""
         if self.states is None:
             return None
         start = request.num_computed_tokens
