@@ -40,7 +40,10 @@ class PromptFlags:
     seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts; the same seed gives the same prompts.")] = 0
 
 
-@with_engine_options(only=("dtype", "quantization", "kv_cache_dtype", "device", "block_size", "model_impl", "lora"))
+@with_engine_options(
+    only=("dtype", "quantization", "kv_cache_dtype", "device", "block_size", "model_impl", "lora"),
+    uses={"lora": "the prompts are computed with it"},
+)
 @with_options("saved", SavedOutputFlags)
 @with_options("prompts", PromptFlags)
 def verify(

@@ -96,8 +96,7 @@ class EngineConfig:
     )
     lora: tuple[str, ...] | None = knob(
         None,
-        "serve the LoRA adapter in the directory DIR, where peft saved it, as a model of this NAME; repeatable: one "
-        "batch may use several adapters",
+        "a LoRA adapter in the directory DIR, where peft saved it, and a NAME for it",
     )
     max_model_len: int | None = knob(
         None, "most tokens in one request, prompt plus output; default: the model's limit", unit="tokens", low=1

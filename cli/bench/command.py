@@ -32,7 +32,7 @@ from llmsched.engine.goodput import Slo
 from llmsched.engine.progress import Progress
 
 
-@with_engine_options(exclude=("seed", "quantization"))
+@with_engine_options(exclude=("seed", "quantization"), uses={"lora": "repeatable: requests use the adapters in turn"})
 @with_options("server", UrlTargetFlags)
 @with_options("outputs", OutputFlags)
 @with_options("modes", ModeFlags)

@@ -90,6 +90,8 @@ class BudgetAnalysis:
                 f"{plan.max_num_seqs_limit} sequences ({setting('max_num_seqs')}), and {others} times for prefixes and "
                 "padding"
             )
+        if (planned := plan.adapters.count - len(self.config.lora or ())) > 0:
+            yield f"`llmsched serve` takes each of the {planned} planned adapters as {setting('lora')} NAME=DIR"
         if self.config.dtype == "auto" and not self.device.computes_bf16:
             yield f"dtype auto is {self.dtype}: {self.device.name} does not compute in bfloat16"
         if self.kv_dtype.startswith("fp8") and self.config.kv_cache_dtype == "auto":

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmsched.cli.kv_budget.command_lines import OtherEngine
 from llmsched.cli.options.flags import quantization_option, typed
 from llmsched.cli.quantities import MOST_TOKENS, size, tokens
+from llmsched.engine.architecture.adapter_files import AdapterSizes, adapter_sizes, read_adapters
+from llmsched.engine.architecture.config_fields import read_fields
 from llmsched.engine.architecture.online_formats import ONLINE_FORMATS
+from llmsched.engine.architecture.parameters import adapted_width
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, setting
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 
 ALL = "all"
 _MAX_CV = 10.0
+#: Rank of adapters if --lora-rank is not given.
+_LORA_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,19 @@ class BudgetOptions:
             "With --simulate or --emit (only fp8), and for the other formats: plan for",
         ),
     ] = None
+    lora_count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1 << 16,
+            help="Plan for this many LoRA adapters, which need not exist: as large as those given with --lora or, "
+            "without --lora, with matrices of --lora-rank for all linear layers of attention and dense MLPs.",
+        ),
+    ] = None
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(min=1, max=1 << 12, show_default=str(_LORA_RANK), help="Rank of the adapters of --lora-count."),
+    ] = None
     simulate: Annotated[
         str | None,
         typer.Option(
@@ -153,6 +172,23 @@ class BudgetOptions:
         if self.gpu is not None:
             return [gpu_device(_find_gpu("gpu", self.gpu))]
         return [gpu_device(_find_gpu("simulate", (self.simulate or "").partition(":")[0], ", or local"))]
+
+    def adapters(self, config: EngineConfig, content: Mapping[str, Any]) -> AdapterSizes | None:
+        """Return the sizes of the adapters of --lora-count. `content` is that of config.json. Raises ConfigError."""
+        if self.lora_count is None:
+            if self.lora_rank is not None:
+                raise ConfigError("lora_rank", "has no effect without --lora-count; leave it out, or give both")
+            return None
+        if config.lora:
+            if self.lora_rank is not None:
+                raise ConfigError("lora_rank", "has no effect with --lora, whose adapters have their own; leave it out")
+            given = adapter_sizes(read_adapters(config.lora))
+            if self.lora_count < given.count:
+                raise ConfigError("lora_count", f"{self.lora_count} is less than the {given.count} given with --lora")
+            return given._replace(count=self.lora_count)
+        if (width := adapted_width(read_fields(content))) is None:
+            raise ConfigError("lora_count", "the layers of this model are not known; give an adapter with --lora too")
+        return AdapterSizes(self.lora_count, self.lora_rank or _LORA_RANK, width)
 
     def distribution(self, config: EngineConfig) -> LengthDistribution | None:
         """Return the request lengths that --lengths or --mean-len describes, if given. Raises ConfigError."""

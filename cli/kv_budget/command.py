@@ -24,7 +24,7 @@ from llmsched.engine.model.support import refusal
 KNOBS = (*MEMORY_KNOBS, "headroom", "max_headroom", "lora", "speculative")
 
 
-@with_engine_options(only=KNOBS)
+@with_engine_options(only=KNOBS, uses={"lora": "repeatable: the plan counts their memory"})
 @with_options("options", BudgetOptions)
 def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_options: EngineOptions) -> None:
     """Compute the KV memory per token, the number of blocks that fit, and the number of sequences that they hold.
@@ -45,11 +45,15 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
       llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --emit vllm
       llmsched kv-budget Qwen/Qwen3-8B --simulate h100 --users 64 --context 4k
       llmsched kv-budget ./model --gpu l4 --lora sql=./sql-adapter
+      llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --lora-count 20 --lora-rank 32
     """
     spec = resolve_model(model)
     options.check()
-    if "lora" in engine_options.given and not options.emit == options.simulate is None:
-        raise ConfigError("lora", "is for a plan of `llmsched serve`; leave it out, or leave out --emit and --simulate")
+    adapted = "lora" if "lora" in engine_options.given else "lora_count" if options.lora_count else None
+    if adapted and not options.emit == options.simulate is None:
+        raise ConfigError(
+            adapted, "is for a plan of `llmsched serve`; leave it out, or leave out --emit and --simulate"
+        )
     try:
         analyses = _analyses(spec, options, engine_options)
     except ConfigError as problem:
@@ -102,7 +106,8 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
     weights = None if options.weights is None else Weights(options.weights, "--weights", exact=True)
     with render.progress_bar() as progress:
         planner = open_planner(spec, progress, weights, format_of_checkpoint)
-    planner = replace(planner, profile=VLLM_PROFILES.get(options.emit or ""))
+    adapters = options.adapters(config, planner.content)
+    planner = replace(planner, profile=VLLM_PROFILES.get(options.emit or ""), adapters=adapters)
     refused, analyses = refusal(planner.content, planner.cache), []
     for device in devices:
         settings = with_vllm_defaults(config, given, device) if planner.profile else config

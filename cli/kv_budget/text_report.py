@@ -115,6 +115,11 @@ def _formula(analysis: BudgetAnalysis, groups: list[dict[str, Any]]) -> Iterator
         f"{human_bytes(plan.activation_bytes)} for steps of {plan.max_num_batched_tokens} tokens, "
         f"{plan.max_num_seqs_limit} sequences"
     )
+    if (adapters := plan.adapters).count:
+        yield (
+            f"adapters   {adapters.count} x rank {adapters.rank} x {adapters.width:,} inputs and outputs x "
+            f"{plan.dtype_bytes} B = {human_bytes(plan.adapter_bytes)}"
+        )
     if plan.offload is not None:
         yield f"experts    {plan.offload.describe(plan.max_num_batched_tokens, plan.device.name)}"
     yield f"{'KV memory' if plan.block_bytes else 'left     '}  {_kv_memory(analysis)}"

@@ -6,6 +6,7 @@ import difflib
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -52,9 +53,14 @@ class EngineOptions:
 
 
 def with_engine_options(
-    exclude: Collection[str] = (), only: Collection[str] | None = None
+    exclude: Collection[str] = (),
+    only: Collection[str] | None = None,
+    uses: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Return a decorator that gives a Typer command an option per knob, and passes the values as `engine_options`."""
+    """Return a decorator that gives a Typer command an option per knob, and passes the values as `engine_options`.
+
+    `uses` maps a knob to what the command does with it, which follows the knob's own help text.
+    """
     types = get_type_hints(EngineConfig)
     wanted = {f.name for f in fields(EngineConfig)} if only is None else set(only)
     knobs = [f for f in fields(EngineConfig) if f.name in wanted - {"model", *exclude}]
@@ -63,7 +69,7 @@ def with_engine_options(
         parse, metavar = _parser(knob, types[knob.name])
         parser = None if parse is None else typed(parse)
         kind: Any = list[str] if _is_list(types[knob.name]) else types[knob.name]
-        option = typer.Option(help=_help(knob), parser=parser, metavar=metavar, show_default=False)
+        option = typer.Option(help=_help(knob, uses.get(knob.name)), parser=parser, metavar=metavar, show_default=False)
         # The default None means "not given".
         options.append(option_parameter(knob.name, Annotated[kind | None, option]))
     return replace_keyword("engine_options", options, _options)
@@ -146,8 +152,9 @@ def _is_list(annotation: Any) -> bool:
     return any(get_origin(each) is tuple for each in get_args(annotation))
 
 
-def _help(knob: Field[Any]) -> str:
+def _help(knob: Field[Any], use: str | None) -> str:
     rule = knob.metadata
+    why = str(rule["why"]) if use is None else f"{rule['why']}; {use}"
     low, high = rule["low"], rule["high"]
     facts = []
     if high is not None and rule["unit"] == "bytes":
@@ -160,4 +167,4 @@ def _help(knob: Field[Any]) -> str:
         facts.append(f"default: {'on' if knob.default else 'off'}")
     elif knob.default is not None:
         facts.append(f"default: {knob.default}")
-    return f"{rule['why']}  [{'; '.join(facts)}]" if facts else str(rule["why"])
+    return f"{why}  [{'; '.join(facts)}]" if facts else why

@@ -167,7 +167,9 @@ class ServerFlags:
     )
 
 
-@with_engine_options()
+@with_engine_options(
+    uses={"lora": "requests choose it by model: NAME; repeatable, and one batch may use several adapters"}
+)
 @with_options("limits", HttpLimits)
 @with_options("cluster", ClusterFlags)
 @with_options("flags", ServerFlags)

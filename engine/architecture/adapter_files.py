@@ -46,6 +46,17 @@ class LoraPair(NamedTuple):
     scale: float
 
 
+class AdapterSizes(NamedTuple):
+    """Sizes of LoRA adapters in memory. Each has matrices of `rank` for every module that any of them changes."""
+
+    count: int = 0
+    rank: int = 0
+    width: int = 0  # numbers of inputs and outputs of these modules, added up
+
+    def num_bytes(self, dtype_bytes: int) -> int:
+        return self.count * self.rank * self.width * dtype_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     name: str
@@ -71,10 +82,9 @@ def padded_rank(adapters: Sequence[AdapterFiles]) -> int:
     return max((adapter.rank for adapter in adapters), default=0)
 
 
-def adapter_bytes(adapters: Sequence[AdapterFiles], dtype_bytes: int) -> int:
-    """Return the memory of all adapters. Each has matrices of padded rank for every module that any of them changes."""
-    sizes = {name: pair.inputs + pair.outputs for adapter in adapters for name, pair in adapter.pairs.items()}
-    return len(adapters) * padded_rank(adapters) * sum(sizes.values()) * dtype_bytes
+def adapter_sizes(adapters: Sequence[AdapterFiles]) -> AdapterSizes:
+    widths = {name: pair.inputs + pair.outputs for adapter in adapters for name, pair in adapter.pairs.items()}
+    return AdapterSizes(len(adapters), padded_rank(adapters), sum(widths.values()))
 
 
 @cache

@@ -45,6 +45,19 @@ def count_parameters(config: Fields) -> dict[str, Parameters] | None:
     return counted
 
 
+def adapted_width(config: Fields) -> int | None:
+    """Return the numbers of inputs and outputs of the linear layers of attention and dense MLPs, added up.
+
+    These layers are what a LoRA adapter can change at most. Returns None for an unknown model family, and for latent
+    attention.
+    """
+    counted = count_parameters(config)
+    if counted is None or config.get("kv_lora_rank"):
+        return None
+    hidden: int = config.get("hidden_size")  # the inputs of a layer, or its outputs
+    return sum(hidden + parts.linear // hidden for parts in counted.values() if parts.linear)
+
+
 def _is_variant(config: Fields) -> bool:
     usual = {"falcon": "parallel_attn", "opt": "do_layer_norm_before"}.get(config.model_type)
     if usual is not None and not config.get(usual):

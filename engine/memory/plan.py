@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from llmsched.engine.architecture.adapter_files import AdapterSizes
 from llmsched.engine.architecture.geometry import Confidence
 from llmsched.engine.config import EngineConfig, ResolvedConfig
 from llmsched.engine.device import DeviceMemory
@@ -46,7 +47,7 @@ class MemoryPlan:
     utilisation: float
     budget_bytes: int  # for all parts together
     weights_bytes: int
-    adapter_bytes: int
+    adapters: AdapterSizes
     activation_bytes: int
     context_bytes: int
     graph_bytes: int
@@ -77,6 +78,10 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         return self.problem is None
+
+    @property
+    def adapter_bytes(self) -> int:
+        return self.adapters.num_bytes(self.dtype_bytes)
 
     @property
     def fixed_parts(self) -> dict[str, int]:

@@ -23,10 +23,11 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmsched.engine.architecture.adapter_files import adapter_bytes, read_adapters
+from llmsched.engine.architecture.adapter_files import AdapterSizes, adapter_sizes, read_adapters
 from llmsched.engine.architecture.config_fields import ConfigCache, read_config_file
 from llmsched.engine.architecture.context_limit import UNLIMITED_LENGTH
 from llmsched.engine.architecture.dtypes import DTYPE_BYTES, planned_dtype, planned_kv_dtype
@@ -75,12 +76,14 @@ def plan_memory(
     dtype_bytes: int,
     kv_dtype_bytes: int | None = None,
     profile: VllmProfile | None = None,
+    adapters: AdapterSizes | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a model on a device. If the model does not fit, the plan's `problem` says why.
 
     If max_model_len is not set, the plan uses the model's limit, or the longest sequence that fits if that is shorter.
-    With `profile`, a plan for a GPU reserves the memory that vLLM reserves besides weights and KV. Raises ConfigError
-    for a max_model_len above the model's limit, and ModelError for a model that needs neither KV nor recurrent state.
+    With `profile`, a plan for a GPU reserves the memory that vLLM reserves besides weights and KV. `adapters` replace
+    those of the setting lora. Raises ConfigError for a max_model_len above the model's limit, and ModelError for a
+    model that needs neither KV nor recurrent state.
     """
     limit = shape.max_position
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
@@ -93,7 +96,10 @@ def plan_memory(
     if config.expert_offload and device.kind == "cpu":
         raise ConfigError("expert_offload", "is for GPUs: on a CPU, experts are in host memory anyway; leave it out")
     kv_bytes = kv_dtype_bytes or dtype_bytes
-    plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, config.max_model_len or 0)
+    adapters = adapters or adapter_sizes(read_adapters(config.lora))
+    _check_recurrent(config, shape.geometry, adapters)
+    plan_for_context = partial(_plan_for_context, shape, config, device, dtype_bytes, kv_bytes, adapters)
+    plan = plan_for_context(config.max_model_len or 0)
     if profile is not None and device.kind == "cuda":
         activations = profile.activation_bytes(
             shape, plan.max_num_batched_tokens, config.most_sampled_rows, dtype_bytes
@@ -102,7 +108,7 @@ def plan_memory(
     elif device.kind == "cpu" and config.max_model_len is None:
         # On a CPU, attention needs memory in proportion to the context, and that leaves less for KV. No context can be
         # longer than that of the first plan, so a second plan for this context reserves enough.
-        plan = _plan_for_context(shape, config, device, dtype_bytes, kv_bytes, _with_kv(plan, config).max_model_len)
+        plan = plan_for_context(_with_kv(plan, config).max_model_len)
     return _with_kv(plan, config)
 
 
@@ -127,13 +133,17 @@ def refit(plan: MemoryPlan, config: EngineConfig, measured: MeasuredMemory) -> M
 
 
 def _plan_for_context(
-    shape: ModelShape, config: EngineConfig, device: DeviceMemory, dtype_bytes: int, kv_dtype_bytes: int, context: int
+    shape: ModelShape,
+    config: EngineConfig,
+    device: DeviceMemory,
+    dtype_bytes: int,
+    kv_dtype_bytes: int,
+    adapters: AdapterSizes,
+    context: int,
 ) -> MemoryPlan:
     geometry, tokens, on_gpu = shape.geometry, token_budget(config, device.kind), device.kind == "cuda"
     grouping = group_layers(geometry, config.block_size, config.max_model_len or shape.max_position)
     num_states = num_state_slots(config.max_num_seqs, enable_prefix_caching=config.enable_prefix_caching)
-    adapters = read_adapters(config.lora)
-    _check_recurrent(config, geometry)
     captures = on_gpu and not config.enforce_eager and not config.expert_offload
     offload = plan_offload(shape, config.expert_offload) if config.expert_offload else None
     share = math.floor(device.total * config.gpu_memory_utilization) if on_gpu else device.free
@@ -142,7 +152,7 @@ def _plan_for_context(
         utilisation=config.gpu_memory_utilization,
         budget_bytes=min(share, device.free),
         weights_bytes=shape.weights.count - (offload.saved_bytes if offload else 0),
-        adapter_bytes=adapter_bytes(adapters, dtype_bytes),
+        adapters=adapters,
         activation_bytes=activation_bytes(
             shape,
             tokens,
@@ -154,7 +164,7 @@ def _plan_for_context(
             logits_bytes=logits_limit(device.total),
         ),
         context_bytes=CONTEXT_BYTES if on_gpu else 0,
-        graph_bytes=graph_bytes(shape, min(config.max_num_seqs, tokens), dtype_bytes, 2 if adapters else 1)
+        graph_bytes=graph_bytes(shape, min(config.max_num_seqs, tokens), dtype_bytes, 2 if adapters.count else 1)
         if captures
         else 0,
         state_bytes=(num_states + 1) * geometry.state_bytes_per_seq,  # one for padding rows
@@ -181,11 +191,11 @@ def _plan_for_context(
     )
 
 
-def _check_recurrent(config: EngineConfig, geometry: Geometry) -> None:
+def _check_recurrent(config: EngineConfig, geometry: Geometry, adapters: AdapterSizes) -> None:
     """Raise ConfigError for a setting that models with recurrent layers do not support."""
     if not geometry.state_bytes_per_seq:
         return
-    if config.lora:
+    if adapters.count:
         raise ConfigError("lora", "adapters of models with recurrent layers are not supported; leave it out")
     if config.speculative != "off":
         raise ConfigError(
@@ -245,6 +255,7 @@ class ModelPlanner:
     profile: VllmProfile | None = None  # if given, plans for GPUs are vLLM's
     packed: bool = True  # False if quantised weights count as in the files, as in other engines
     gguf: Path | None = None  # file whose matrices stay quantised
+    adapters: AdapterSizes | None = None  # to plan for, instead of those of the setting lora
     _shapes: dict[tuple[object, ...], ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -261,6 +272,7 @@ class ModelPlanner:
             dtype_bytes=DTYPE_BYTES[self.dtype(config, device)],
             kv_dtype_bytes=DTYPE_BYTES[self.kv_dtype(config, device)],
             profile=self.profile,
+            adapters=self.adapters,
         )
 
     def quantised(self, name: str) -> ModelPlanner:

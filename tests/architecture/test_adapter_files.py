@@ -12,7 +12,7 @@ from lora_files import ATTENTION, MLP, save_adapter
 from safetensors.torch import load_file
 from tiny_models import build_model
 
-from llmsched.engine.architecture.adapter_files import AdapterFiles, adapter_bytes, read_adapters
+from llmsched.engine.architecture.adapter_files import AdapterFiles, adapter_sizes, read_adapters
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ConfigError, ModelError
 
@@ -58,8 +58,8 @@ def test_memory_counts_the_padded_rank_for_every_module_that_is_adapted(tmp_path
     one = save_adapter(tmp_path / "one", model, ("q_proj",), rank=2)
     two = save_adapter(tmp_path / "two", model, ("q_proj", "down_proj"), rank=8)
     adapters = read_adapters((f"one={one}", f"two={two}"))
-    assert adapter_bytes(adapters, 2) == 2 * 8 * 3 * ((64 + 64) + (96 + 64)) * 2
-    assert adapter_bytes((), 2) == 0
+    assert adapter_sizes(adapters).num_bytes(2) == 2 * 8 * 3 * ((64 + 64) + (96 + 64)) * 2
+    assert adapter_sizes(()).num_bytes(2) == 0
 
 
 #: Name -> (changes to the config, what the error says).

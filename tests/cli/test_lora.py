@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 from configs import CONFIGS
-from lora_files import save_adapter
+from lora_files import ATTENTION, MLP, save_adapter
 from tiny_models import build_model
 from torch import nn
 
+from llmsched.cli.main import load
 from llmsched.engine.async_engine import AsyncEngine
 
 LLAMA = str(CONFIGS / "meta-llama--Meta-Llama-3.1-8B_config.json")
@@ -34,6 +35,60 @@ def test_kv_budget_counts_adapters_and_a_second_set_of_graphs(command: CommandLi
     refused = command(*line, "--lora", lora, "--emit", "vllm")
     assert (refused.code, refused.out) == (2, "")
     assert "--lora: is for a plan of `llmsched serve`" in refused.err
+
+
+def test_kv_budget_plans_for_adapters_that_do_not_exist(command: CommandLine, tmp_path: Path) -> None:
+    model = build_model("llama")
+    model.config.save_pretrained(tmp_path)
+    adapter = save_adapter(tmp_path / "adapter", model, (*ATTENTION, *MLP), rank=8)
+    line = ("kv-budget", str(tmp_path / "config.json"), "--weights-bytes", "1MiB", "--gpu-memory", "8GiB", "--json")
+    plan, by_rank, by_adapter = (
+        command(*line, *more).json["plan"]
+        for more in (
+            ("--lora", f"sql={adapter}"),
+            ("--lora-count", "5", "--lora-rank", "8"),
+            ("--lora-count", "5", "--lora", f"sql={adapter}"),
+        )
+    )
+    assert by_rank["adapter_bytes"] == by_adapter["adapter_bytes"] == 5 * plan["adapter_bytes"] > 0
+    assert by_rank["adapters"] == {**plan["adapters"], "count": 5}
+    report = command(*line[:-1], "--lora-count", "3").out
+    assert "adapters   3 x rank 16 x" in report
+    assert "takes each of the 3 planned adapters as --lora NAME=DIR" in report
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--lora-rank", "8"), "--lora-rank: has no effect without --lora-count"),
+        (("--lora-count", "2", "--emit", "vllm"), "--lora-count: is for a plan of `llmsched serve`"),
+        (("--lora-count", "0"), "allowed is 1 to 65536"),
+    ],
+)
+def test_kv_budget_refuses_adapters_that_it_would_not_count(
+    command: CommandLine, options: tuple[str, ...], message: str
+) -> None:
+    assert message in command.refused("kv-budget", LLAMA, "--gpu", "l4", *options)
+
+
+def test_kv_budget_needs_an_adapter_for_layers_that_it_does_not_know(command: CommandLine, tmp_path: Path) -> None:
+    line = ("kv-budget", str(CONFIGS / "deepseek-ai--DeepSeek-V3_config.json"), "--gpu", "h100", "--lora-count", "2")
+    assert "--lora-count: the layers of this model are not known" in command.refused(*line)
+
+
+#: What each command does with an adapter.
+USES = {
+    "serve": "requests choose it by",
+    "bench": "requests use the",
+    "verify": "computed with it",
+    "kv-budget": "counts",
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_the_help_says_what_a_command_does_with_an_adapter(name: str) -> None:
+    (option,) = (parameter for parameter in load(name).params if "--lora" in parameter.opts)
+    assert USES[name] in str(option.help)  # type: ignore[attr-defined]
 
 
 def test_requests_of_bench_use_the_adapters_in_turn(
