@@ -102,6 +102,7 @@ def _computed(details: dict[str, Any]) -> str:
 #: Functions that put the details of a scheduler's decision or of a client's event into words, by the name of the entry.
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "queued": lambda d: f"{d['ahead']} waiting, {d['running']} running",
+    "adapter": lambda d: f"computed with the LoRA adapter {d['name']}",
     "held back": lambda d: str(d["reason"]),
     "passed": lambda d: f"{d['by']} (priority {d['by_priority']}) goes first; overtaken {times(d['times'])} so far",
     "waits for a prefix": lambda d: f"another request is computing {d['tokens']} tokens that both need",

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _SEED_MASK = (1 << 64) - 1
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
+#: End of the ids of requests that compute pinned prefixes. They have no client.
+_PIN_REQUEST = " of this engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class Engine(StepLoop):
                 )
                 self._streams[name] = OutputStream(request, request_id, index, self.tokenizer)
                 self.scheduler.add(request)
+                if adapter is not None:
+                    self.scheduler.ledger.note(name, "adapter", name=adapter)
                 self._deadlines.watch(request)
         except Exception:
             for name in self._streams.keys() & names:
@@ -299,7 +303,8 @@ class Engine(StepLoop):
         self.observe(stream.record_end, self.metrics, reason, now)
         self.recorder.finished[reason] += 1
         self._finish_times.append(now)
-        self._ended.append(summary)
+        if not stream.group_id.endswith(_PIN_REQUEST):
+            self._ended.append(summary)
         name = stream.request.request_id
         del self._streams[name]
         names = self.open_sequences[stream.group_id]
@@ -332,10 +337,12 @@ class Engine(StepLoop):
     def slowest(self, count: int) -> list[RequestSummary]:
         """Return the requests whose clients waited longest for a token, slowest first, each with its slowest choice.
 
-        At most `count` are returned, of all open requests and of the latest MAX_SUMMARIES ended sequences.
+        At most `count` are returned, of all open requests and of the latest MAX_SUMMARIES ended sequences, except those
+        that compute pinned prefixes.
         """
         now = self.clock()
-        return slowest([*self._ended, *(stream.summary(None, now) for stream in self._streams.values())], count)
+        streams = (each for each in self._streams.values() if not each.group_id.endswith(_PIN_REQUEST))
+        return slowest([*self._ended, *(stream.summary(None, now) for stream in streams)], count)
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
@@ -375,7 +382,7 @@ class PrefixAdmin:
         engine.scheduler.expire_pins()
         key = prefix_key(engine.adapter_index(adapter), cache_salt)
         pin = self._kv.pins.pin(token_ids, key, ttl, engine.clock())
-        name = f"{pin.pin_id} of this engine"
+        name = pin.pin_id + _PIN_REQUEST
         if pin.num_written_tokens < pin.num_tokens and name not in engine.open_sequences:
             try:
                 engine.add_request(

@@ -114,7 +114,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".toml":
         try:
             document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ConfigError("api_keys", f"{path} is not valid TOML: {error}") from None
         tables = document.pop("keys", None)
         if document or not isinstance(tables, list):

@@ -41,6 +41,12 @@ class _Budgets(NamedTuple):
     tokens: _Budget | None
 
 
+#: OpenAI's names of the headers that state budgets.
+BUDGET_HEADERS = tuple(
+    f"x-ratelimit-{fact}-{kind}" for kind in _Budgets._fields for fact in ("limit", "remaining", "reset")
+)
+
+
 class KeyBudgets:
     """Budgets and metrics of API keys. A budget belongs to a key's name, so reloading the file does not refill it.
 

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmsched.cli.serve.key_budgets import BUDGET_HEADERS
 from llmsched.engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "HEAD", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=[REQUEST_ID, "Retry-After"],
+        expose_headers=[REQUEST_ID, "Retry-After", *BUDGET_HEADERS],
     )
 
 

@@ -80,6 +80,7 @@ def test_both_forms_of_the_file(tmp_path: Path, lines: bool) -> None:
         (f"[[keys]]\nname = 'a'\nkey = '{TEAM}'\n" * 2, "table 2: the name 'a' is used twice"),
         (f"[[keys]]\nname = 'a'\nkey = '{TEAM}'\n[[keys]]\nname = 'b'\nkey = '{TEAM}'", "'b' has the same key as 'a'"),
         (f"[[keys]]\nname = 'a'\nkey = {TEAM}", "not valid TOML"),
+        (f"keys = {'[' * 100_000}", "not valid TOML"),
         (f"key = '{TEAM}'", "must consist of tables"),
     ],
 )

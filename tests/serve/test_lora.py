@@ -67,6 +67,9 @@ def test_the_name_of_the_model_chooses_the_adapter(http: httpx.Client, plain: An
         found[name] = answer["choices"][0]["token_ids"]
         assert found[name] == expected[0, len(PROMPT) :].tolist()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        (choice,) = http.get(f"/v1/requests/{answer['id']}/explain").json()["choices"]
+        told = [entry["why"] for entry in choice["entries"] if entry["what"] == "adapter"]
+        assert told == ([] if name == "tiny" else [f"computed with the LoRA adapter {name}"])
     assert len(set(map(tuple, found.values()))) == 3
     for route, fields in (("chat/completions", {"max_tokens": 2}), ("responses", {"max_output_tokens": 2})):
         named = "input" if route == "responses" else "messages"

@@ -68,6 +68,7 @@ def test_pins_and_preemptions_are_counted(make_server: Callable[..., ScriptedSer
     assert httpx.post(f"{server.url}/v1/prefixes", json={"prompt": "a b c d " * 8}).status_code == 200
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda number: complete(server, f"{number} b c d " * 8, max_tokens=120), range(8)))
+    assert all(each["id"].startswith("cmpl-") for each in get(server, "/v1/requests/slowest").json()["data"])
     body, told = get(server, "/v1/stats").json(), get(server, "/metrics").text
     blocks = body["kv_blocks"]
     assert blocks["pinned"] > 0
