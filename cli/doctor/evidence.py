@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _REFUSALS = ("refused", "http 400", "http 413", "http 429")
 #: Reasons for which a server refuses requests that would be refused under any load and setting.
 _INVALID = ("invalid_request", "invalid_api_key")
+#: Reasons of a server for the end of requests that did not end well.
+_BADLY = ("abort", "error", "deadline")
 #: Number of samples of a server's state, and the seconds between two.
 _SAMPLES, _INTERVAL_S = 5, 0.2
 
@@ -47,6 +49,7 @@ class Evidence:
     max_model_len: int | None = None
     request_tokens_p99: float | None = None  # prompt and output together
     hit_rate: float | None = None  # share of prompt tokens found in the prefix cache
+    changing_share: float | None = None  # of the latest requests, whose prompts change at a token that is not known
     client_lag_p99: float | None = None
     client_was_late: bool | None = None  # the client distorted the latencies
 
@@ -154,7 +157,7 @@ def of_metrics(
     `cache` is the body of /v1/cache and `card` the entry of the model in /v1/models, if the server has these routes.
     """
     ended = metrics.by_label("request_success_total", "finished_reason") or {}
-    failures = {reason: int(ended[reason]) for reason in ("abort", "error") if ended.get(reason)}
+    failures = {reason: int(ended[reason]) for reason in _BADLY if ended.get(reason)}
     refusals = metrics.by_label("requests_refused_total", "reason") or {}
     refused = {reason: count for reason, count in refusals.items() if count and reason not in _INVALID}
     if refused:
@@ -171,7 +174,7 @@ def of_metrics(
     longest, limit = (card or {}).get("max_model_len"), metrics.total("max_running_requests")
     return Evidence(
         source=source,
-        finished=int(sum(count for reason, count in ended.items() if reason not in ("abort", "error"))),
+        finished=int(sum(count for reason, count in ended.items() if reason not in _BADLY)),
         failures=failures,
         examples={"refused": ", ".join(f"{reason} {count:g}" for reason, count in refused.items())} if refused else {},
         counts=replace(metrics.counts(), prompt_change=changing_token(cache)),
@@ -189,6 +192,7 @@ def of_metrics(
         if len(p99s) == len(lengths)
         else None,  # an upper bound: the longest prompt rarely has the longest output
         hit_rate=hits / queried if hits is not None and queried else None,
+        changing_share=metrics.total("prefix_cache_changing_prompts") if cache is None else None,
     )
 
 

@@ -26,6 +26,8 @@ _IDLE_KV = 0.5
 _THRASH = 0.05
 #: Largest acceptable shares of requests whose prefix was evicted, that were refused, and that clients gave up.
 _EVICTED, _REFUSED, _GIVEN_UP = 0.2, 0.01, 0.05
+#: Reasons for the end of requests that clients did not wait for.
+_UNANSWERED = ("timeout", "abort", "deadline")
 #: A decode is stalled if P99 ITL is this many times P50, and at least this many seconds.
 _STALL_RATIO, _STALL_S = 8.0, 0.1
 #: P99 of a request's length is close to max_model_len above the first share of it, and far below it under the second.
@@ -131,7 +133,7 @@ def _refusal(evidence: Evidence) -> str:
 
 
 def _failed(evidence: Evidence) -> dict[str, int]:
-    return {reason: n for reason, n in evidence.failures.items() if reason not in ("refused", "timeout", "abort")}
+    return {reason: n for reason, n in evidence.failures.items() if reason not in ("refused", *_UNANSWERED)}
 
 
 def _failures(evidence: Evidence) -> str:
@@ -144,8 +146,9 @@ def _failures(evidence: Evidence) -> str:
 
 def _changing_prompts(evidence: Evidence) -> str:
     change = evidence.counts.prompt_change
-    assert change is not None
     hits = "" if evidence.hit_rate is None else f"the prefix hit rate is {_share(evidence.hit_rate)}: "
+    if change is None:
+        return f"{hits}{_share(evidence.changing_share)} of the latest prompts change at one early token"
     return (
         f"{hits}prompts change at token {change.position:,}; {change.count} of the last {change.window} requests "
         "differ there and are alike after it"
@@ -183,19 +186,24 @@ RULES: Sequence[Rule] = (
     Rule(
         "clients gave up",
         (),
-        lambda e: e.share_of("timeout", "abort") >= _GIVEN_UP,
-        lambda e: f"clients gave up {_share(e.share_of('timeout', 'abort'))} of {e.total} requests before they ended",
+        lambda e: e.share_of(*_UNANSWERED) >= _GIVEN_UP,
+        lambda e: (
+            f"clients gave up {_share(e.share_of(*_UNANSWERED))} of {e.total} requests before they ended"
+            + (f", {late} of them by their deadline" if (late := e.failures.get("deadline")) else "")
+        ),
         lambda e: "the rate is too high for these lengths: `llmsched bench --find-knee` finds one that meets your SLOs",
     ),
     Rule(
         "prompts change",
         ("prefix_misses",),
-        lambda e: e.counts.prompt_change is not None,
+        lambda e: e.counts.prompt_change is not None or (e.changing_share or 0.0) > 0,
         _changing_prompts,
         lambda e: (
-            "move what changes there (a time, an id) behind the part that stays the same, for example into the "
-            "last message; GET /v1/cache quotes two prompts"
+            "move what changes there (a time, an id) behind the part that stays the same, for example into the last "
+            "message; GET /v1/cache, with an administrative key, names the token, and with `serve --show-prompt-text` "
+            "quotes two prompts"
         ),
+        ("--show-prompt-text",),
     ),
     Rule(
         "prefixes evicted",

@@ -12,10 +12,11 @@ from configs import CONFIGS
 from scripted import ScriptedServer
 
 from llmsched.cli.doctor.evidence import of_metrics
+from llmsched.cli.doctor.rules import diagnose
 from llmsched.cli.doctor.system_check import SystemFacts, system_findings
 from llmsched.cli.figures.engine_counts import ChangingToken
 from llmsched.cli.serve.access import Access
-from llmsched.cli.targets.server_metrics import ServerMetrics
+from llmsched.cli.targets.server_metrics import LabelledValue, ServerMetrics
 from llmsched.engine.device import DeviceMemory, GpuDriver, Holder
 from llmsched.engine.metrics import EngineMetrics
 from llmsched.engine.request import FinishReason
@@ -76,8 +77,11 @@ def test_a_live_server(command: CommandLine, server: ScriptedServer) -> None:
     assert "while it was watched" in command.refused("doctor", server.url, "--watch", "10ms")
 
 
-def metrics(prefix: str = "llmsched", bad: bool = False) -> ServerMetrics:
-    """Return the metrics of a server that has served 100 requests and, if `bad`, 100 more with preemptions."""
+def metrics(prefix: str = "llmsched", bad: bool = False, changing: float = 0.0) -> ServerMetrics:
+    """Return the metrics of a server that has served 100 requests and, if `bad`, 100 more with preemptions.
+
+    `changing` is the share of requests whose prompts change at one token.
+    """
     made = EngineMetrics("m", 16, 1000, prefix)
     for count in range(200 if bad else 100):
         made.observe("time_to_first_token_seconds", 0.08 if count < 100 else 3.0)
@@ -92,6 +96,7 @@ def metrics(prefix: str = "llmsched", bad: bool = False) -> ServerMetrics:
     made.set("max_running_requests", 8)
     made.set("num_requests_running", 8)
     made.set("kv_cache_usage_perc", 0.1)
+    made.set("prefix_cache_changing_prompts", changing)
     read = ServerMetrics.of(made.render().decode(), every=True)
     assert read is not None
     return read
@@ -109,6 +114,22 @@ def test_the_figures_of_metrics() -> None:
     assert (found.hit_rate, found.preemption_rate, found.mean_wait("slot")) == (0.25, 0.06, 1.25)
     assert (found.max_model_len, found.counts.prompt_change) == (4096, ChangingToken(7, 40, 50))
     assert found.request_tokens_p99 == pytest.approx(512 + 64, rel=0.05)
+
+
+def test_prompts_that_change_are_found_without_an_administrative_key() -> None:
+    assert diagnose(of_metrics(metrics(), [], "u")).findings == []
+    (finding,) = diagnose(of_metrics(metrics(changing=0.9), [], "u")).findings
+    assert finding.rule == "prompts change"
+    assert "90% of the latest prompts change at one early token" in finding.problem
+    assert diagnose(of_metrics(metrics(changing=0.9), [], "u", {"prompt_change": None})).findings == []
+
+
+def test_deadlines_that_passed_are_no_success() -> None:
+    ended = [LabelledValue({"finished_reason": reason}, count) for reason, count in (("stop", 90), ("deadline", 10))]
+    evidence = of_metrics(ServerMetrics({"request_success_total": ended}), [], "u")
+    assert (evidence.finished, evidence.failures) == (90, {"deadline": 10})
+    (finding,) = diagnose(evidence).findings
+    assert finding.problem == "clients gave up 10% of 100 requests before they ended, 10 of them by their deadline"
 
 
 def test_a_watched_server_is_judged_by_what_was_counted_meanwhile() -> None:
