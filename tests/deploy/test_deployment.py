@@ -43,6 +43,11 @@ def of_dockerfile(instruction: str) -> str:
     return argument
 
 
+def of_dockerfile_all(instruction: str) -> list[str]:
+    """Return the words of all instructions of this kind."""
+    return [word for name, argument in instructions() if name == instruction for word in argument.split()]
+
+
 def unit() -> ConfigParser:
     parser = ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
@@ -132,6 +137,34 @@ def test_kubernetes_parts_fit_together() -> None:
     claim = volumes["cache"]["persistentVolumeClaim"]["claimName"]
     assert claim == KUBERNETES["PersistentVolumeClaim"]["metadata"]["name"]
     assert POD["metadata"]["annotations"]["prometheus.io/port"] == str(PORT)
+
+
+def test_kubernetes_waits_for_the_start() -> None:
+    allowed = PROBES["startup"]["periodSeconds"] * PROBES["startup"]["failureThreshold"]
+    assert KUBERNETES["Deployment"]["spec"]["progressDeadlineSeconds"] > allowed
+    assert POD["spec"]["enableServiceLinks"] is False  # else LLMSCHED_PORT would be tcp://...
+
+
+def test_libraries_write_only_where_they_may() -> None:
+    """All directories that the image names are on the volume or in /tmp, and both are writable everywhere."""
+    named = dict(setting.split("=", 1) for setting in of_dockerfile_all("ENV") if not setting.startswith("PATH="))
+    assert named["HOME"] == "/tmp"
+    writable = {of_dockerfile("VOLUME"), "/tmp"}
+    assert {"/" + directory.split("/")[1] for directory in named.values()} == writable
+    assert COMPOSE["read_only"] is CONTAINER["securityContext"]["readOnlyRootFilesystem"] is True
+    volumes = (volume.split(":") for volume in COMPOSE["volumes"])
+    assert {target for _, target, *mode in volumes if mode != ["ro"]} | set(COMPOSE["tmpfs"]) == writable
+    assert {mount["mountPath"] for mount in CONTAINER["volumeMounts"] if not mount.get("readOnly")} == writable
+
+
+def test_the_unit_writes_only_to_its_cache() -> None:
+    text = (DEPLOY / "llmsched.service").read_text()
+    named = [setting for line in re.findall(r"^Environment=(.*)$", text, re.M) for setting in line.split()]
+    cache = f"/var/cache/{unit()['Service']['CacheDirectory']}"
+    assert {setting.split("=", 1)[0] for setting in named} == {
+        setting.split("=", 1)[0] for setting in of_dockerfile_all("ENV") if not setting.startswith("PATH=")
+    }
+    assert all(setting.split("=", 1)[1].startswith(cache) for setting in named)
 
 
 def test_nothing_runs_as_root() -> None:
