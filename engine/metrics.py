@@ -94,10 +94,11 @@ _KEY_COUNTERS: Mapping[str, str] = {
     "generation_tokens": "Output tokens of ended requests, by the name of their API key.",
 }
 
-#: Former names of metrics in vLLM, which dashboards still use -> their present names.
-_FORMER_NAMES: Mapping[str, str] = {
+#: Other names of metrics, which dashboards made for vLLM use -> their names here.
+_OTHER_NAMES: Mapping[str, str] = {
     "time_per_output_token_seconds": "inter_token_latency_seconds",
     "gpu_cache_usage_perc": "kv_cache_usage_perc",
+    "request_max_num_generation_tokens": "request_generation_tokens",  # of each choice here
 }
 
 #: Reasons of refusals that are reported from the start, as 0. They are codes of the API's errors.
@@ -106,18 +107,18 @@ _REFUSALS = ("queue_full", "deadline_too_early", "rate_limit_exceeded", "invalid
 _LABELS, _ENGINE = ("model_name", "engine"), "0"
 
 
-class _FormerNames(Collector):
-    """Collector that reports metrics under their former names too."""
+class _OtherNames(Collector):
+    """Collector that reports metrics under their other names too."""
 
     def __init__(self, metrics: Mapping[str, Counter | Gauge | Histogram]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        for former, present in self._metrics.items():
-            for family in present.collect():
-                copy = Metric(former, f"{family.documentation} Same as {family.name}.", family.type)
+        for other, metric in self._metrics.items():
+            for family in metric.collect():
+                copy = Metric(other, f"{family.documentation} Same as {family.name}.", family.type)
                 copy.samples = [
-                    sample._replace(name=former + sample.name.removeprefix(family.name)) for sample in family.samples
+                    sample._replace(name=other + sample.name.removeprefix(family.name)) for sample in family.samples
                 ]
                 yield copy
 
@@ -175,8 +176,8 @@ class EngineMetrics:
         self._waits = {reason: self._child(waits, reason) for reason in WAITS}
         info = self._metric(Gauge, "cache_config_info", "Size of the KV cache.", "block_size", "num_gpu_blocks")
         self._child(info, str(block_size), str(num_blocks)).set(1)
-        former = {f"{prefix}:{old}": self._families[present] for old, present in _FORMER_NAMES.items()}
-        self._registry.register(_FormerNames(former))
+        others = {f"{prefix}:{other}": self._families[name] for other, name in _OTHER_NAMES.items()}
+        self._registry.register(_OtherNames(others))
 
     def observe(self, histogram: str, value: float) -> None:
         self._histograms[histogram].observe(value)

@@ -26,6 +26,7 @@ HISTOGRAMS = (
     "request_params_n",
     "request_params_max_tokens",
     "time_per_output_token_seconds",
+    "request_max_num_generation_tokens",
     "iteration_tokens_total",
 )
 GAUGES = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "num_requests_running", "num_requests_waiting")
@@ -69,7 +70,7 @@ def test_every_sample_names_the_model(metrics: EngineMetrics) -> None:
     assert all('model_name="demo"' in line and 'engine="0"' in line for line in lines)
 
 
-def test_former_names_report_the_same_values(metrics: EngineMetrics) -> None:
+def test_other_names_report_the_same_values(metrics: EngineMetrics) -> None:
     metrics.set("kv_cache_usage_perc", 0.25)
     for gap in (0.002, 0.02, 7.0):
         metrics.observe("inter_token_latency_seconds", gap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ _OF_VECTORS = frozenset({"abs", "ceil", "clamp_min", "clamp_max", "histogram_qua
 
 class Selector(NamedTuple):
     metric: str
-    labels: frozenset[str]
+    labels: Mapping[str, str]  # text, or regular expression, that each label is compared with
 
 
 @dataclass
@@ -68,11 +69,18 @@ class Expression:
         kind = self._binary(level + 1)
         while self._next() in _LEVELS[level]:
             operator = self._take()
+            self._matching()
             kinds = {kind, self._binary(level + 1)}
             if "range" in kinds or (operator in ("and", "or", "unless") and "scalar" in kinds):
                 raise ValueError(f"{self.text!r}: {operator} cannot join {kinds}")
             kind = "vector" if "vector" in kinds else "scalar"
         return kind
+
+    def _matching(self) -> None:
+        """Read the labels by which an operator matches its operands, if they are given."""
+        if self._next() in ("on", "ignoring"):
+            self._take()
+            self._label_list()
 
     def _operand(self) -> str:
         if not self._tokens:
@@ -104,13 +112,16 @@ class Expression:
         if self._next() not in ("by", "without"):
             return False
         self._take()
+        self._label_list()
+        return True
+
+    def _label_list(self) -> None:
         self._take("(")
         while self._next() != ")":
             self.labels.add(self._take())
             if self._next() != ")":
                 self._take(",")
         self._take(")")
-        return True
 
     def _arguments(self) -> list[str]:
         self._take("(")
@@ -137,20 +148,21 @@ class Expression:
         return "vector"
 
     def _selector(self, metric: str) -> str:
-        labels = set()
+        labels = {}
         if self._next() == "{":
             self._take()
             while self._next() != "}":
-                labels.add(self._take())
+                label = self._take()
                 self._take("=", "!=", "=~", "!~")
                 if self._tokens[0][0] != "text":
                     raise ValueError(f"{self.text!r}: a label is compared with {self._next()!r}, not with a text")
-                re.compile(self._take())
+                labels[label] = self._take().strip('"')
+                re.compile(labels[label])
                 if self._next() != "}":
                     self._take(",")
             self._take("}")
-        self.labels |= labels
-        self.selectors.append(Selector(metric, frozenset(labels)))
+        self.labels |= labels.keys()
+        self.selectors.append(Selector(metric, labels))
         if self._next() != "[":
             return "vector"
         self._take()
