@@ -3,7 +3,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,6 +103,8 @@ def _server(target: str | None, api_key: str | None, engine_options: EngineOptio
 
 
 def _converse(client: httpx.Client, start: list[dict[str, str]], fields: dict[str, Any]) -> None:
+    with suppress(ImportError):  # Windows has no such module
+        import readline  # noqa: F401  # lets `input` edit lines and recall earlier ones
     render.note(_HELP)
     history = list(start)
     while True:
