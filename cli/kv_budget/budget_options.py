@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -185,7 +185,7 @@ class BudgetOptions:
             given = adapter_sizes(read_adapters(config.lora))
             if self.lora_count < given.count:
                 raise ConfigError("lora_count", f"{self.lora_count} is less than the {given.count} given with --lora")
-            return given._replace(count=self.lora_count)
+            return replace(given, count=self.lora_count)
         if (width := adapted_width(read_fields(content))) is None:
             raise ConfigError("lora_count", "the layers of this model are not known; give an adapter with --lora too")
         return AdapterSizes(self.lora_count, self.lora_rank or _LORA_RANK, width)

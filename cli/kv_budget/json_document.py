@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from llmsched.cli.kv_budget.analysis import BudgetAnalysis, any_fits
@@ -106,7 +107,7 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
         "processes": [{"pid": holder.pid, "name": holder.name, "bytes": holder.used} for holder in plan.device.holders],
         "gpu_memory_utilization": plan.utilisation if plan.device.kind == "cuda" else None,
         **_attributes(plan, "budget_bytes", "weights_bytes", "activation_bytes", "context_bytes", "graph_bytes"),
-        "adapters": plan.adapters._asdict(),
+        "adapters": asdict(plan.adapters),
         **_attributes(plan, "state_bytes", "adapter_bytes"),
         **_attributes(plan, "kv_bytes", "headroom", "headroom_blocks"),
         "max_num_seqs_admitted": plan.num_admitted_at(plan.max_model_len),

@@ -46,7 +46,8 @@ class LoraPair(NamedTuple):
     scale: float
 
 
-class AdapterSizes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AdapterSizes:
     """Sizes of LoRA adapters in memory. Each has matrices of `rank` for every module that any of them changes."""
 
     count: int = 0
