@@ -62,7 +62,7 @@ _COUNTERS: Mapping[str, str] = {
     "headroom_changes": "Changes of the headroom or the concurrency limit.",
     "spec_decode_num_drafts": "Drafts of speculative decoding, each checked in one step.",
     "spec_decode_num_draft_tokens": "Tokens of drafts.",
-    "spec_decode_num_accepted_tokens": "Tokens of drafts that were right.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
     "late_compilations": "Kernels compiled while requests waited, which the warm-up should have compiled.",
     "prompt_tokens": "Prompt tokens of finished requests.",
     "prompt_tokens_cached": "Prompt tokens of finished requests that came from the prefix cache.",

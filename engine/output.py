@@ -109,7 +109,7 @@ class OutputStream:
                 metrics.observe("request_time_per_output_token_seconds", per_token)
 
     def account(self, reason: FinishReason | None, now: float) -> ChoiceRecord:
-        """Return the account of the sequence at the time `now`, at which it has ended if a `reason` is given."""
+        """Return the record of the sequence at the time `now`. A `reason` means that the sequence has ended."""
         request = self.request
         return ChoiceRecord(
             index=self.index,
@@ -127,7 +127,7 @@ class OutputStream:
         )
 
     def summary(self, reason: FinishReason | None, now: float) -> RequestSummary:
-        """Return the summary of the sequence at the time `now`, at which it has ended if a `reason` is given."""
+        """Return the summary of the sequence at the time `now`. A `reason` means that the sequence has ended."""
         stall, last = self._longest_gap, self._last_token_time
         if last is not None and reason is None:
             stall = max(now - last, stall or 0.0)

@@ -138,7 +138,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRecord:
-    """Account of a choice. Times are in seconds of the engine's clock; None: not reached yet."""
+    """Counts and times of a choice. Times are in seconds of the engine's clock; None: not reached yet."""
 
     index: int
     finish_reason: FinishReason | None  # None: the choice has not ended
@@ -150,7 +150,7 @@ class ChoiceRecord:
     first_scheduled_time: float | None
     first_token_time: float | None
     last_token_time: float | None
-    end_time: float  # if the choice has not ended, the time of this account
+    end_time: float  # if the choice has not ended, the time of this record
     gaps: array[float]  # between one token and the next, in seconds
 
 

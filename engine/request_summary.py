@@ -12,7 +12,7 @@ MAX_SUMMARIES = 512
 
 
 class RequestSummary(NamedTuple):
-    """Account of one choice of a request, which may not have ended yet. Times are in seconds."""
+    """Counts and times of one choice of a request, which may not have ended yet. Times are in seconds."""
 
     request_id: str
     status: RequestStatus
@@ -26,7 +26,7 @@ class RequestSummary(NamedTuple):
 
     @property
     def lasted(self) -> float:
-        """Time from the arrival to the end or, if the choice has not ended, to the time of the account."""
+        """Time from the arrival to the end or, if the choice has not ended, to the time of the summary."""
         return self.record.end_time - self.record.arrival_time
 
     @property

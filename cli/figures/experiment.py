@@ -12,7 +12,7 @@ from llmsched.engine.provenance import Provenance
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Setup of a run."""
+    """Setup of a run: target, load, SLOs and warm-up."""
 
     name: str
     provenance: Provenance

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
@@ -20,6 +19,7 @@ from llmsched.cli.serve.api_keys import ApiKey
 from llmsched.cli.serve.choice_formats import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.completion_response import AnswerFailedError, CompletionResponse
 from llmsched.cli.serve.explain_route import AnswerIds, explain_route
+from llmsched.cli.serve.health_routes import health_routes
 from llmsched.cli.serve.http_body import read_body, until_disconnect
 from llmsched.cli.serve.http_limits import HttpLimits
 from llmsched.cli.serve.key_budgets import KeyBudgets
@@ -48,12 +48,12 @@ from llmsched.cli.serve.request_log import EndedRequest, RequestObserver
 from llmsched.cli.serve.responses_answer import ResponsesAnswer, ResponsesFormat
 from llmsched.cli.serve.responses_request import ResponsesRequest
 from llmsched.cli.serve.sse_response import EventStream
-from llmsched.cli.serve.stats_routes import health_body, slowest_route, stats_route
+from llmsched.cli.serve.stats_routes import slowest_route, stats_route
 from llmsched.cli.serve.tokenize_routes import DetokenizeRequest, TokenizeRequest, tokenize_routes
 from llmsched.cli.serve.web_page import web_page_route
 from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.config import adapter_directories
-from llmsched.engine.errors import EngineDeadError, LlmschedError, QueueFullError
+from llmsched.engine.errors import EngineDeadError, LlmschedError
 from llmsched.engine.request import ChoiceRecord
 from llmsched.engine.text.parsers.notation import Notation, find_notation
 
@@ -92,7 +92,7 @@ def build_app(
     access = access or Access()
     app = FastAPI(title="llmsched", version=version("llmsched"), docs_url=None, redoc_url=None)
     describe(app, _BODIES)
-    app.include_router(_open_routes(engine))
+    app.include_router(health_routes(engine))
     if ui:
         app.include_router(web_page_route())
     notation = notation or find_notation(engine.core.tokenizer)
@@ -132,34 +132,6 @@ def build_app(
         return api_error(error).response()
 
     return with_cors(app, access.cors_origins) if access.cors_origins else app
-
-
-def _open_routes(engine: AsyncEngine) -> APIRouter:
-    router = APIRouter()
-
-    @router.head("/health", include_in_schema=False)
-    @router.get("/health")
-    async def health() -> Response:
-        body = health_body(engine)
-        return json_response({"status": "ok"}) if body["status"] == "ok" else json_response(body, 503)
-
-    @router.head("/ready", include_in_schema=False)
-    @router.get("/ready")
-    async def ready() -> Response:
-        """Answer 200 while new requests are taken. /health stays 200 while the queue is full."""
-        if (answer := await health()).status_code != 200:
-            return answer
-        try:
-            engine.check_queue()
-        except QueueFullError as error:
-            return json_response({"status": "full", "error": str(error)}, 503)
-        return json_response({"status": "ready"})
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(engine.core.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    return router
 
 
 def _model_routes(served: _ServedModel) -> APIRouter:

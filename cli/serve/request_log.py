@@ -1,4 +1,4 @@
-"""Account of each request to the model that has ended, and the line about it in the log."""
+"""Record of each request to the model that has ended, and its line in the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """Account of an HTTP request to the model. Times are in seconds of the engine's clock."""
+    """Record of an HTTP request to the model. Times are in seconds of the engine's clock."""
 
     request_id: str  # X-Request-Id
     answer_id: str

@@ -9,22 +9,12 @@ from fastapi.responses import Response
 
 from llmsched.cli.live_stats import stats_body, summary_body
 from llmsched.cli.serve.api_errors import json_response
+from llmsched.cli.serve.health_routes import health_body
 from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.core import Engine
 
 #: Number of slowest requests in an answer.
 NUM_SLOWEST = 10
-
-
-def health_body(engine: AsyncEngine) -> dict[str, str | None]:
-    """Return "ok", "draining", "unhealthy" or "dead" as `status`, and the reason as `error`."""
-    problem = engine.diagnose()
-    if problem is None and not engine.draining:
-        return {"status": "ok", "error": None}
-    return {
-        "status": "dead" if not engine.healthy else "draining" if engine.draining else "unhealthy",
-        "error": problem,
-    }
 
 
 def stats_route(engine: AsyncEngine, model_name: str) -> APIRouter:

@@ -105,7 +105,10 @@ class MatrixTensors:
         return None
 
     def need(self, names: str, dtypes: Mapping[str, int] | tuple[str, ...], dims: int | None = None) -> Stored:
-        """Return the first existing tensor of `names` (split at spaces). Raises ModelError if it is unfit."""
+        """Return the first existing tensor of `names` (split at spaces).
+
+        Raises ModelError for a wrong type or shape.
+        """
         if (tensor := self.find(*names.split())) is None:
             raise self.error(f"its quantised weight has no {' or '.join(names.split())}")
         if tensor.dtype not in dtypes:

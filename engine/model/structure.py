@@ -72,7 +72,7 @@ class LayerTraits(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors between modules (Granite, MiniCPM3)."""
+    """Constants by which a model multiplies results between its modules (Granite, MiniCPM3)."""
 
     embedding: float
     residual: float  # of what attention and MLP add to the residual

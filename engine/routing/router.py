@@ -27,7 +27,7 @@ _MAX_EXPECTED = 4096
 
 @dataclass(slots=True)
 class _Replica:
-    """Knowledge about a replica: its latest state, and the requests sent to it since."""
+    """Latest state of a replica, and the requests sent to it since."""
 
     state: ReplicaState | None = None
     backlog: float = 0.0  # seconds of prefill not yet computed at `backlog_time`

@@ -181,7 +181,10 @@ class StepBuilder:
         self._drafts: dict[Request, tuple[int, ...]] = {}
 
     def give(self, request: Request, limit: int) -> int:
-        """Schedule as many of the request's tokens as `limit`, the token budget and memory allow. Return how many."""
+        """Schedule as many of the request's tokens as `limit`, the token budget and memory allow.
+
+        Return their number.
+        """
         given = self._counts.get(request, 0)
         start = request.num_computed_tokens + given
         count = min(limit, self.left, request.num_tokens - start)

@@ -317,7 +317,7 @@ def score_bf16_split(
 
 @jit()
 def add_scores(scores: Any, others: Any, length: int, factor: Any) -> None:
-    """Add factor x others to the first `length` scores of each head."""
+    """Add `factor` x `others` to the first `length` scores of each head."""
     for head in range(scores.shape[0]):
         for i in range(length):
             scores[head, i] += factor * others[head, i]
