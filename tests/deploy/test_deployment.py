@@ -7,12 +7,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
 import httpx
+import kubernetes_validate
 import pytest
 import typer
 import yaml
@@ -195,6 +197,17 @@ def test_the_health_check_of_the_image(server: ScriptedServer) -> None:
     for path, expected in (("/health", 0), ("/no-such-route", 1)):
         script = command[-1].replace(f":{PORT}/health", f":{port}{path}")
         assert subprocess.run([*command[:-1], script], capture_output=True).returncode == expected
+
+
+@pytest.mark.parametrize("document", KUBERNETES.values(), ids=KUBERNETES.keys())
+def test_kubernetes_knows_every_field(document: dict[str, Any]) -> None:
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_compose_knows_every_field() -> None:
+    lint = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*lint, str(DEPLOY / "compose.yml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on PATH")
