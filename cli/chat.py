@@ -13,7 +13,7 @@ import typer
 from llmsched.cli import render
 from llmsched.cli.options.config_flags import EngineOptions, refuse_engine_options, with_engine_options
 from llmsched.cli.quantities import server_url
-from llmsched.cli.server_client import DEFAULT_URL, KeyOption, checked, server_client
+from llmsched.cli.server_client import DEFAULT_URL, KeyOption, checked, server_client, valid_answers
 from llmsched.cli.targets.sse import EventParser
 from llmsched.engine.errors import LlmschedError, check_range
 
@@ -105,6 +105,8 @@ def _server(target: str | None, api_key: str | None, engine_options: EngineOptio
 def _converse(client: httpx.Client, start: list[dict[str, str]], fields: dict[str, Any]) -> None:
     with suppress(ImportError):  # Windows has no such module
         import readline  # noqa: F401  # lets `input` edit lines and recall earlier ones
+    with valid_answers(client.base_url):
+        checked(client.get("/v1/models"), "data")  # a wrong URL or key is told before the first message
     render.note(_HELP)
     history = list(start)
     while True:
@@ -167,7 +169,10 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, An
 
     parser = EventParser()
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    with client.stream("POST", "/v1/chat/completions", json={**body, **options}) as response:
+    with (
+        valid_answers(client.base_url),
+        client.stream("POST", "/v1/chat/completions", json={**body, **options}) as response,
+    ):
         if response.status_code != 200:
             response.read()
             checked(response, "choices")

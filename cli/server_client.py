@@ -30,16 +30,27 @@ def server_client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
 
     url = server_url(url) or url
     key = api_key or os.environ.get("LLMSCHED_API_KEY")
-    try:
-        with httpx.Client(
+    with (
+        valid_answers(url),
+        httpx.Client(
             base_url=url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(10.0, read=600.0),
             proxy=proxy_for(url),
             verify=httpx.create_ssl_context(verify=url.startswith("https:")),
             trust_env=False,  # the two lines above follow the environment
-        ) as client:
-            yield client
+        ) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def valid_answers(url: object) -> Iterator[None]:
+    """Raise LlmschedError if a request to `url` in the block gets no valid answer."""
+    import httpx
+
+    try:
+        yield
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         reason = str(error) or type(error).__name__
         advice = "; `llmsched serve` starts a server" if isinstance(error, httpx.ConnectError) else ""

@@ -119,6 +119,33 @@ def test_an_answer_that_fails_ends_its_line(
     assert outcome.err == "error: the server is gone\n"
 
 
+@pytest.mark.parametrize("arguments", [("URL", "--api-key", "wrong"), ("http://127.0.0.1:9",)])
+def test_a_conversation_does_not_begin_with_a_wrong_server_or_key(
+    command: CommandLine, server: ScriptedServer, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch)
+    command.refused("chat", *(server.url if argument == "URL" else argument for argument in arguments))
+
+
+def test_a_conversation_goes_on_when_the_connection_breaks(
+    command: CommandLine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([httpx.ReadError("the peer closed the connection")])
+    stream = httpx.Client.stream
+
+    def broken_once(self: httpx.Client, *arguments: Any, **options: Any) -> Any:
+        if problem := next(answers, None):
+            raise problem
+        return stream(self, *arguments, **options)
+
+    monkeypatch.setattr(httpx.Client, "stream", broken_once)
+    type_lines(monkeypatch, "first", "second", "/exit")
+    outcome = command("chat", server.url, "--max-tokens", "3")
+    assert outcome.code == 0
+    assert f"error: no valid answer from an llmsched server at {server.url}: the peer closed" in outcome.err
+    assert len(outcome.out.split()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
