@@ -62,7 +62,7 @@ _COUNTERS: Mapping[str, str] = {
     "headroom_changes": "Changes of the headroom or the concurrency limit.",
     "spec_decode_num_drafts": "Drafts of speculative decoding, each checked in one step.",
     "spec_decode_num_draft_tokens": "Tokens of drafts.",
-    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
+    "spec_decode_num_accepted_tokens": "Tokens of drafts that became output.",
     "late_compilations": "Kernels compiled while requests waited, which the warm-up should have compiled.",
     "prompt_tokens": "Prompt tokens of finished requests.",
     "prompt_tokens_cached": "Prompt tokens of finished requests that came from the prefix cache.",
@@ -174,6 +174,12 @@ class EngineMetrics:
             "reason",
         )
         self._waits = {reason: self._child(waits, reason) for reason in WAITS}
+        self._accepted = self._metric(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Tokens of drafts that became output, by their position in the draft.",
+            "position",
+        )
         info = self._metric(Gauge, "cache_config_info", "Size of the KV cache.", "block_size", "num_gpu_blocks")
         self._child(info, str(block_size), str(num_blocks)).set(1)
         others = {f"{prefix}:{other}": self._families[name] for other, name in _OTHER_NAMES.items()}
@@ -203,6 +209,10 @@ class EngineMetrics:
         """Count `count` requests whose prompt was not fully cached for the reason `kind`. Ignore MissKind.HIT."""
         if kind is not MissKind.HIT:
             self._misses[kind].inc(count)
+
+    def accepted(self, position: int, count: int) -> None:
+        """Count tokens at this position of a draft (0: the first) that became output."""
+        self._child(self._accepted, str(position)).inc(count)
 
     def waited(self, reason: str, seconds: float) -> None:
         self._waits[reason].inc(seconds)

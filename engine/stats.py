@@ -91,6 +91,9 @@ class StatsRecorder:
         if scheduler.counters != self._recorded:
             for metric, counter in _COUNTED.items():
                 metrics.add(metric, getattr(scheduler.counters, counter) - getattr(self._recorded, counter))
+            earlier = self._recorded.accepted_by_position
+            for position, count in enumerate(scheduler.counters.accepted_by_position):
+                metrics.accepted(position, count - (earlier[position] if position < len(earlier) else 0))
             for reason, counter in WAITS.items():
                 metrics.waited(reason, getattr(scheduler.counters, counter) - getattr(self._recorded, counter))
             self._recorded = replace(scheduler.counters)

@@ -54,7 +54,7 @@ class Acceptance:
 class History:
     """Tokens of one request in an index, and how often its drafts were correct."""
 
-    __slots__ = ("acceptance", "guess", "index", "length", "num_accepted", "num_drafted")
+    __slots__ = ("acceptance", "guess", "index", "latest", "length", "num_accepted", "num_drafted")
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.index = NgramIndex(shortest, longest)
@@ -62,6 +62,7 @@ class History:
         self.length = 0  # of the latest match
         self.guess: tuple[int, int] | None = None  # index in token_ids, and the token expected there
         self.num_drafted = self.num_accepted = 0
+        self.latest = (0, 0)  # number of right tokens of the latest draft, and of tokens of the request after it
 
 
 class Proposal(NamedTuple):
@@ -91,7 +92,11 @@ class Drafter:
         self._num_declined = 0
 
     def forget(self, request: Request) -> None:
-        self._histories.pop(request, None)
+        """Forget a request that has ended. Tokens of its draft that were cut after a stop string were not accepted."""
+        history = self._histories.pop(request, None)
+        if history is not None and (num_cut := history.latest[1] - len(request.token_ids)) > 0:
+            num_right = history.latest[0]
+            self._count_accepted(range(num_right - num_cut, num_right), -1)
 
     def tokens_per_decode(self, requests: Iterable[Request]) -> float:
         """Return how many output tokens a decode of these requests has made on average, accepted drafts included."""
@@ -129,7 +134,8 @@ class Drafter:
         history.num_accepted += len(result.more)
         counters.num_drafts += 1
         counters.draft_tokens += len(draft)
-        counters.accepted_tokens += len(result.more)
+        history.latest = len(result.more), len(request.token_ids)
+        self._count_accepted(range(len(result.more)), 1)
         accepted, drafted = history.num_accepted, history.num_drafted
         self._ledger.note(request.request_id, "drafted", accepted=accepted, of=drafted)
 
@@ -159,6 +165,14 @@ class Drafter:
                 break
         draft = draft[pending : len(chances)]
         return Proposal(request, draft, chances[pending:]) if draft else None
+
+    def _count_accepted(self, positions: range, times: int) -> None:
+        counters = self._counters
+        counts = [*counters.accepted_by_position, *[0] * (positions.stop - len(counters.accepted_by_position))]
+        for position in positions:
+            counts[position] += times
+        counters.accepted_by_position = tuple(counts)
+        counters.accepted_tokens += times * len(positions)
 
     def _check(self, history: History, length: int, right: bool) -> None:
         length = min(length, self._longest)

@@ -32,6 +32,7 @@ class SchedulerCounters:
     num_drafts: int = 0  # rows with a draft
     draft_tokens: int = 0
     accepted_tokens: int = 0  # draft tokens that became output
+    accepted_by_position: tuple[int, ...] = ()  # the same by the position of the token in its draft
     wait_for_slot: float = 0.0
     wait_for_memory: float = 0.0
     wait_for_step: float = 0.0

@@ -288,7 +288,11 @@ class Scheduler:
                     request.num_pending_tokens = 1
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Apply the result of an advanced plan to its requests. Requests that end release their blocks."""
+        """Apply the result of an advanced plan to its requests. Requests that end release their blocks.
+
+        A request with stop strings that its draft ends only gets its `finish_reason`. The caller calls `finish(...)`
+        for it, because a stop string may end it earlier.
+        """
         assert self._in_flight is plan
         self._in_flight = None
         self.preemption.costs.learn(plan, result)
@@ -306,18 +310,20 @@ class Scheduler:
             if draft and self.drafter is not None:
                 self.drafter.settled(request, draft, row_result)
             if (row_result.last if draft else row_result).error is not None:
-                self.finish(request, FinishReason.ERROR)
-                continue
-            assert request.block_table is not None  # faster than `request.table`, for every row of every step
-            if request.num_computed_tokens >= request.block_table.commit_at:
-                self.kv.commit(request)
-            if not draft:
-                if (token_id := row_result.token_id) is not None:
-                    request.token_ids.append(token_id)
-                reason = reason_to_end(request, token_id)
-            elif reason is None:
-                self.kv.blocks.take_back(request)
-            if reason is not None:
+                reason = FinishReason.ERROR
+            else:
+                assert request.block_table is not None  # faster than `request.table`, for every row of every step
+                if request.num_computed_tokens >= request.block_table.commit_at:
+                    self.kv.commit(request)
+                if not draft:
+                    if (token_id := row_result.token_id) is not None:
+                        request.token_ids.append(token_id)
+                    reason = reason_to_end(request, token_id)
+                elif reason is None:
+                    self.kv.blocks.take_back(request)
+            if reason is not None and draft and request.sampling.stop:
+                request.finish_reason = reason
+            elif reason is not None:
                 self.finish(request, reason)
         return updates
 

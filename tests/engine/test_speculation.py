@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from alike import ENGINES, assert_same, facts, requests, serve_with_aborts
-from engines import SMALL_POOL, Choice, generate, generate_all, make_engine, prompt, sampling
+from engines import SMALL_POOL, Choice, generate, generate_all, make_engine, prompt, sampling, tokenizer
 from tiny_models import VOCAB_SIZE
 
 from llmsched.engine.core import Engine
 from llmsched.engine.executor import torch_executor
-from llmsched.engine.request import FinishReason
+from llmsched.engine.executor.base import StepPlan, StepResult
+from llmsched.engine.request import FinishReason, Request
 from llmsched.engine.sampling_params import SamplingParams
+from llmsched.engine.scheduler.scheduler import Update
 
 DRAFTS: dict[str, Any] = {"speculative": "ngram", "prompt_lookup_min": 1}
 #: Prompts that repeat themselves, so that every step has drafts, and parameters with which some are right.
@@ -65,6 +67,40 @@ def test_aborts_and_prefix_hits_change_no_other_output(seed: int) -> None:
     accepted(engine)
 
 
+class Watched:
+    """Engine with drafts that counts what its scheduler does."""
+
+    def __init__(self) -> None:
+        self.engine = make_engine(**DRAFTS)
+        self.num_sampled = 0  # rows from which a token was sampled
+        self.ends: list[FinishReason] = []  # reasons to end that the results of steps gave
+        self.lengths: list[int] = []  # outputs of finished requests
+        scheduler = self.engine.scheduler
+        settle, learn = scheduler.settle, scheduler.predictor.learn
+
+        def settled(plan: StepPlan, result: StepResult) -> list[Update]:
+            self.num_sampled += sum(row.sample for row in plan.rows)
+            updates = settle(plan, result)
+            self.ends += [reason for each in updates if (reason := each.request.finish_reason) is not None]
+            return updates
+
+        def learned(request: Request) -> None:
+            self.lengths.append(request.num_output_tokens)
+            learn(request)
+
+        scheduler.settle = settled  # type: ignore[method-assign]
+        scheduler.predictor.learn = learned  # type: ignore[method-assign]
+
+    def check(self, num_tokens: int) -> None:
+        """Check the records of an only request that a stop string ended after so many tokens."""
+        stats = self.engine.stats()
+        assert stats.generation_tokens == num_tokens == self.num_sampled + stats.accepted_tokens
+        assert sum(stats.accepted_by_position) == stats.accepted_tokens
+        assert self.lengths == [num_tokens]
+        (timeline,) = self.engine.explain("0")
+        assert timeline.entries[-1].details == {"reason": "stop", "output_tokens": num_tokens}
+
+
 def test_a_stop_string_drops_the_tokens_of_the_draft_after_it() -> None:
     free = generate(make_engine(), (LOOPS[0], likely(0)))[0]
     ends: set[int] = set()
@@ -72,14 +108,25 @@ def test_a_stop_string_drops_the_tokens_of_the_draft_after_it() -> None:
         stop = "".join(free.text[place : place + 2])
         params = likely(0, stop=(stop,), logprobs=1)
         expected = generate(make_engine(), (LOOPS[0], params))[0]
-        engine = make_engine(**DRAFTS)
-        (found,) = generate(engine, (LOOPS[0], params))
+        watched = Watched()
+        (found,) = generate(watched.engine, (LOOPS[0], params))
         assert facts(found) == facts(expected)
         assert len(found.logprobs) == len(found.tokens)
         assert found.finish_reason is FinishReason.STOP
-        assert engine.stats().generation_tokens == len(found.tokens)
+        watched.check(len(found.tokens))
         ends.add(len(found.tokens))
     assert len(ends) > 2
+
+
+@pytest.mark.parametrize("more", [0, 1, 3, 20])
+def test_a_stop_string_counts_even_if_the_draft_after_it_reaches_max_tokens(more: int) -> None:
+    watched = Watched()
+    (token_id,) = tokenizer().encode("a", add_special_tokens=False)
+    params = sampling(logit_bias={token_id: 100.0}, stop=("a" * 7,), max_tokens=7 + more)
+    (found,) = generate(watched.engine, ([token_id] * 3, params))
+    assert (found.text, found.tokens, found.finish_reason) == ("", [token_id] * 7, FinishReason.STOP)
+    assert (FinishReason.LENGTH in watched.ends) is (more < 20)
+    watched.check(7)
 
 
 def test_the_first_choice_does_not_depend_on_n() -> None:
