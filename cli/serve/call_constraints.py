@@ -53,8 +53,14 @@ def wanted_output(request: ChatRequest, notation: Notation, *, only_strict: bool
         return param, calls_or_json(forced_calls(parser, functions, ids, many=many), spec.text)
     if not any(tool.function.strict for tool in tools):
         return None
-    strict = strict_calls(notation.call_parser, functions, ids, many=many)
-    return None if strict is None else ("tools", strict)
+    strict = strict_calls(parser, functions, ids, many=many)
+    if strict is None:
+        raise RequestError(
+            "tools",
+            "tools has a function with strict: true, which this model's tokenizer allows only with tool_choice "
+            '"required" or a named function; set that, or leave strict out',
+        )
+    return "tools", strict
 
 
 def chat_grammar(request: ChatRequest, notation: Notation, compiler: GrammarCompiler) -> Grammar | None:

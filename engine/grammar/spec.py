@@ -55,20 +55,30 @@ class Tag:
 
 
 def tagged_output(
-    tags: ListLike[Tag], *, trigger: Mark | None = None, separator: str = "", many: bool = True
+    tags: ListLike[Tag],
+    *,
+    around: tuple[Mark, Mark] | None = None,
+    trigger: Mark | None = None,
+    separator: str = "",
+    many: bool = True,
 ) -> GrammarSpec:
     """Return the description of outputs that consist of one tag or, if `many`, of tags with `separator` between them.
 
-    With `trigger`, which must be the beginning of all tags, an output is any text, but each `trigger` in it begins a
-    tag. Then `separator` is not used and, if `many` is False, the first tag ends the output.
+    `around` has the marks before the first tag and after the last one.
+
+    With `trigger`, an output is any text, but each `trigger` in it begins a tag or, with `around`, tags. All tags begin
+    with it, unless it is the first mark of `around`. If `many` is False, the first tag ends the output.
     """
+    tag = "(" + " | ".join(f"tag{i}" for i in range(len(tags))) + ")"
+    run = f"{tag} ({literals([separator])} {tag})*" if many else tag
+    first, last = ("", "") if around is None else (literals(around[:1]), literals(around[1:]))
+    begins = [tag.begin for tag in tags]
     if trigger is None:
-        begins = [tag.begin for tag in tags]
-        tag = "(" + " | ".join(f"tag{i}" for i in range(len(tags))) + ")"
-        lines = [f"start: {tag} ({literals([separator])} {tag})*" if many else f"start: {tag}"]
+        lines = [f"start: {first} {run} {last}"]
     else:
-        begins = [_after(trigger, tag.begin) for tag in tags]
-        calls = "head (" + " | ".join(f"tag{i}" for i in range(len(tags))) + ")"
+        if around is None:
+            begins, run = [_after(trigger, begin) for begin in begins], tag
+        calls = f"head {run} {last}"
         lazy = "[lazy]" if isinstance(trigger, str) else ""
         lines = [f"start: ({calls})* rest" if many else f"start: {calls} | rest", "rest: TEXT", "TEXT: /(.|\\n)*/"]
         lines.append(f"head{lazy}: TEXT {literals([trigger])}")

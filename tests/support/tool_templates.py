@@ -37,7 +37,19 @@ _CALLS = {
         "{% for c in m.tool_calls or [] %} to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
         "{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
     ),
+    # These two expect arguments as text.
+    "deepseek_v3": (
+        "{% for c in m.tool_calls or [] %}{{ '<¦tool▁calls▁begin¦>' if loop.first else '\n' }}<¦tool▁call▁begin¦>"
+        "{{ c.type }}<¦tool▁sep¦>{{ c.function.name }}\n```json\n{{ '' + c.function.arguments }}\n```<¦tool▁call▁end¦>"
+        "{{ '<¦tool▁calls▁end¦>' if loop.last }}{% endfor %}"
+    ),
+    "deepseek_v31": (
+        "{% for c in m.tool_calls or [] %}{{ '<¦tool▁calls▁begin¦>' if loop.first }}<¦tool▁call▁begin¦>"
+        "{{ c.function.name }}<¦tool▁sep¦>{{ '' + c.function.arguments }}<¦tool▁call▁end¦>"
+        "{{ '<¦tool▁calls▁end¦>' if loop.last }}{% endfor %}"
+    ),
 }
+_CALLS = {name: text.replace("¦", "\uff5c") for name, text in _CALLS.items()}  # full-width bars
 
 TOOL_TEMPLATES = {parser: _START + calls + _END for parser, calls in _CALLS.items()}
 #: The prompt opens the model's reasoning.

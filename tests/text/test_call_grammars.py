@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from tiny_models import VOCAB_SIZE, build_tokenizer
@@ -15,8 +16,9 @@ from llmsched.engine.grammar.compiler import Grammar, GrammarCompiler, Vocabular
 from llmsched.engine.grammar.spec import GrammarSpec
 from llmsched.engine.text.parsers.call_grammars import calls_or_json, forced_calls, forced_notation, strict_calls
 from llmsched.engine.text.parsers.notation import TOOL_CALL_PARSERS
-from llmsched.engine.text.parsers.output_parser import OutputParser
+from llmsched.engine.text.parsers.output_parser import Functions, OutputParser
 from llmsched.engine.text.parsers.parts import Kind
+from llmsched.engine.text.parsers.python_calls import PythonicParser
 from llmsched.engine.text.tokenizer import Tokenizer
 
 EOS = 2
@@ -33,7 +35,15 @@ SPECIAL = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
     "llama3_json": ("<|python_tag|>",),
-    "harmony": ("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
+    "harmony": ("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "<|start|>"),
+    "deepseek_v3": TOOL_CALL_PARSERS["deepseek_v3"].markers,
+    "deepseek_v31": TOOL_CALL_PARSERS["deepseek_v31"].markers,
+}
+#: Texts with which a call begins.
+BEGINS = {name: marks[0] for name, marks in SPECIAL.items()} | {
+    "llama3_json": "{",
+    "pythonic": "[",
+    "qwen3_coder": "<tool_call>",
 }
 
 
@@ -56,9 +66,9 @@ class Model:
         matcher, chance, ids = self.grammar(spec).matcher(), random.Random(seed), list[int]()
         planned: list[int] = []
         while not matcher.finished and len(ids) < most:
-            mask = np.unpackbits(token_masks([matcher], [False])[0], bitorder="little")
+            mask = np.unpackbits(token_masks([matcher])[0], bitorder="little")
             allowed = [int(each) for each in np.flatnonzero(mask)]
-            if EOS in allowed and chance.random() < 0.2:
+            if EOS in allowed and not planned and chance.random() < 0.2:
                 return self.tokenizer.decode(ids, skip_special_tokens=False)
             if not planned and chance.random() < 0.2:
                 planned = self.tokenizer.encode(liked)
@@ -72,9 +82,11 @@ class Model:
         return self.tokenizer.decode(ids, skip_special_tokens=False) if matcher.finished else None
 
 
-def parsed(parser_type: type[OutputParser], text: str) -> tuple[list[tuple[str, Any]], str]:
+def parsed(
+    parser_type: type[OutputParser], text: str, functions: Functions = FUNCTIONS
+) -> tuple[list[tuple[str, Any]], str]:
     """Return the calls and the content of an output."""
-    parser = parser_type(FUNCTIONS)
+    parser = parser_type(functions)
     calls: list[tuple[str, str]] = []
     content = ""
     for kind, piece in [*parser.push(text), *parser.finish()]:
@@ -122,32 +134,36 @@ def test_forced_outputs_are_calls(name: str, many: bool, is_special: bool) -> No
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json"])
+@pytest.mark.parametrize("name", TOOL_CALL_PARSERS)
 def test_strict_outputs_are_text_and_valid_calls(name: str, is_special: bool) -> None:
-    model = Model(*SPECIAL[name] if is_special else ())
-    spec = strict_calls(TOOL_CALL_PARSERS[name], FUNCTIONS, model.special_ids, many=True)
+    model = Model(*SPECIAL.get(name, ()) if is_special else ())
+    parser_type, begin = forced_notation(TOOL_CALL_PARSERS[name]), BEGINS[name]
+    spec = strict_calls(parser_type, FUNCTIONS, model.special_ids, many=True)
+    if name == "harmony" and not is_special:
+        assert spec is None
+        return
     assert spec is not None
-    begin = "{" if name == "llama3_json" else SPECIAL[name][0]
-    texts = [text for seed in range(60) if (text := model.sample(spec, seed, liked=begin)) is not None]
-    results = [parsed(TOOL_CALL_PARSERS[name], text) for text in texts]
+    liked = begin + "commentary to=" * (name == "harmony")
+    texts = [text for seed in range(60) if (text := model.sample(spec, seed, liked=liked)) is not None]
+    results = [parsed(parser_type, text) for text in texts]
     for text, (calls, content) in zip(texts, results, strict=True):
         for each in calls:
             check(*each)
-        assert calls or content == text
-        assert begin not in content if name != "llama3_json" else not content.startswith("{")
+        assert calls or name == "harmony" or content == text
+        assert begin not in content if len(begin) > 1 else not content.startswith(begin)
     assert any(calls for calls, _ in results)
     assert any(content for _, content in results)
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json"])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json", "pythonic", "deepseek_v31"])
 def test_outputs_are_calls_or_json(name: str) -> None:
-    model = Model(*SPECIAL[name])
+    model = Model(*SPECIAL.get(name, ()))
     schema = {"properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"], "additionalProperties": False}
     calls_spec = forced_calls(TOOL_CALL_PARSERS[name], FUNCTIONS, model.special_ids, many=True)
     spec = calls_or_json(calls_spec, json.dumps({"type": "object", **schema}))
     results = []
     for seed in range(60):
-        text = model.sample(spec, seed, liked='{"answer' if seed % 2 else '{"name')
+        text = model.sample(spec, seed, liked='{"answer' if seed % 2 else BEGINS[name])
         if text is not None:
             calls, content = parsed(TOOL_CALL_PARSERS[name], text)
             assert bool(calls) != bool(content.strip())
@@ -156,6 +172,30 @@ def test_outputs_are_calls_or_json(name: str) -> None:
     assert set(results) == {True, False}
 
 
-@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder", "harmony"])
-def test_some_notations_have_no_grammar_beside_text(name: str) -> None:
-    assert strict_calls(TOOL_CALL_PARSERS[name], FUNCTIONS, {}, many=True) is None
+KEYWORDS = {"a": {"const": 1}, "b": {"enum": ["x", 'y")]']}, "c": {"type": "boolean"}, "d": {"type": "null"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"properties": KEYWORDS}, "f("),
+        ({"properties": KEYWORDS, "required": ["b", "d"]}, "f("),
+        ({"properties": KEYWORDS, "required": ["a"]}, "f(a="),
+        ({"properties": {**KEYWORDS, "from": {"const": 2}}}, "f(**{"),
+        ({"properties": KEYWORDS, "patternProperties": {"^e$": {"const": 3}}}, "f(**{"),
+        ({"properties": {"a": {"const": 1}, "b": {"$ref": "#/properties/a"}}}, "f(**{"),
+    ],
+)
+def test_python_calls_have_keywords_if_they_can(schema: dict[str, Any], written: str) -> None:
+    model, functions = Model(), {"f": {"type": "object", **schema}}
+    spec = forced_calls(PythonicParser, functions, {}, many=False)
+    seen: set[str] = set()
+    for seed in range(40):
+        if (text := model.sample(spec, seed)) is None:
+            continue
+        assert text.startswith(f"[{written}")
+        ((name, arguments),) = parsed(PythonicParser, text, functions)[0]
+        assert name == "f"
+        jsonschema.validate(arguments, schema)
+        seen |= arguments.keys()
+    assert seen >= schema["properties"].keys()

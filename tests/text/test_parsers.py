@@ -122,6 +122,37 @@ SAMPLES: list[tuple[str, str, Found]] = [
     ("pythonic", "[f(1)]", [c("[f(1)]")]),
     ("pythonic", "[g(), h()]", [*call("g"), c(", h()]")]),
     ("pythonic", "[f(x=1", [c("[f(x=1")]),
+    (
+        "pythonic",
+        '[f(x=null, **{"o": {"k": [true, false]}}), g(**{})]',
+        [*call("f", '{"x": null, "o": {"k": [true, false]}}'), *call("g")],
+    ),
+    ("pythonic", '[f(**[("x", 1)])]', [c('[f(**[("x", 1)])]')]),
+    # DeepSeek
+    *(
+        ("deepseek_v3", text.replace("¦", "\uff5c"), expected)
+        for text, expected in [
+            (
+                'Yes.<¦tool▁calls▁begin¦><¦tool▁call▁begin¦>function<¦tool▁sep¦>f\n```json\n{"x": 1}\n```'
+                "<¦tool▁call▁end¦>\n<¦tool▁call▁begin¦>function<¦tool▁sep¦>g\n```json\n{}\n```<¦tool▁call▁end¦>"
+                "<¦tool▁calls▁end¦>",
+                [c("Yes."), *X1, *call("g")],
+            ),
+            ('<¦tool▁calls▁begin¦><¦tool▁call▁begin¦>function<¦tool▁sep¦>f\n```json\n{"x": 1}\n```', X1),
+        ]
+    ),
+    *(
+        ("deepseek_v31", text.replace("¦", "\uff5c"), expected)
+        for text, expected in [
+            (
+                '<¦tool▁calls▁begin¦><¦tool▁call▁begin¦>f<¦tool▁sep¦>{"x": 1}<¦tool▁call▁end¦><¦tool▁call▁begin¦>g'
+                "<¦tool▁sep¦>{}<¦tool▁call▁end¦><¦tool▁calls▁end¦> Done.",
+                [*X1, *call("g"), c("Done.")],
+            ),
+            ('<¦tool▁calls▁begin¦><¦tool▁call▁begin¦>f<¦tool▁sep¦>{"x": tr', call("f", '{"x": tr')),
+        ]
+    ),
+    ("deepseek_v31", "<\uff5ctool▁calls▁begin\uff5c>no", [c("<\uff5ctool▁calls▁begin\uff5c>no")]),
     # harmony
     (
         "harmony",
@@ -274,6 +305,7 @@ def test_calls_written_by_a_json_library(
 
 TAGS = "<tool_call> </tool_call> [TOOL_CALLS] [ARGS] <function=f> <parameter=x> </parameter> </function> <|python_tag|>"
 FRAGMENTS = [*TAGS.split(), "<|channel|>", "final", "<|message|>", "<|end|>", F1, *'f{}[]()"\\, \n:1a']
+FRAGMENTS += [*TOOL_CALL_PARSERS["deepseek_v31"].markers, "function", "\n```json\n", "\n```"]
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_PARSERS)

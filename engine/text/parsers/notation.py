@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from llmsched.engine.errors import RequestError
 from llmsched.engine.text.chat_template import PROBE_TOOL, render_text, shows_tools
 from llmsched.engine.text.parsers.call_grammars import forced_notation
+from llmsched.engine.text.parsers.deepseek_calls import DeepSeekV3Parser, DeepSeekV31Parser
 from llmsched.engine.text.parsers.harmony import HarmonyParser
 from llmsched.engine.text.parsers.json_calls import HermesParser, Llama3JsonParser, MistralParser
 from llmsched.engine.text.parsers.output_parser import Functions, OutputParser
@@ -23,6 +25,8 @@ AUTO, NONE = "auto", "none"
 
 TOOL_CALL_PARSERS: Mapping[str, type[OutputParser]] = {
     "harmony": HarmonyParser,
+    "deepseek_v3": DeepSeekV3Parser,
+    "deepseek_v31": DeepSeekV31Parser,
     "mistral": MistralParser,
     "qwen3_coder": Qwen3CoderParser,
     "hermes": HermesParser,
@@ -114,17 +118,17 @@ def _finds_probe(parser_type: type[OutputParser], text: str) -> bool:
 def _written_calls(tokenizer: Tokenizer) -> list[str]:
     """Return what the chat template writes for a call: after the generation prompt, and after the user's message."""
     user: dict[str, Any] = {"role": "user", "content": "x"}
-    function = {"name": PROBE_TOOL["function"]["name"], "arguments": _ARGUMENTS}
-    calls = [{"id": "probe0000", "type": "function", "function": function}]
-    turn = {"role": "assistant", "content": "", "tool_calls": calls}
-    result = {"role": "tool", "content": "y", "tool_call_id": "probe0000", "name": function["name"]}
+    name = PROBE_TOOL["function"]["name"]
+    result = {"role": "tool", "content": "y", "tool_call_id": "probe0000", "name": name}
     options = {"tools": [PROBE_TOOL]}
-    for messages in ([user, turn], [user, turn, result]):
+    for arguments, later in product((_ARGUMENTS, json.dumps(_ARGUMENTS)), ([], [result])):
+        calls = [{"id": "probe0000", "type": "function", "function": {"name": name, "arguments": arguments}}]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
         with suppress(RequestError):
             prompts = [
                 render_text(tokenizer, [user], {**options, "add_generation_prompt": add}) for add in (True, False)
             ]
-            text = render_text(tokenizer, messages, options)
+            text = render_text(tokenizer, [user, turn, *later], options)
             return [text[_common_length(prompt, text) :] for prompt in prompts]
     return []
 

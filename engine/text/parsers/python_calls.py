@@ -3,12 +3,14 @@ from __future__ import annotations
 import ast
 import json
 import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from llmsched.engine.text.parsers.output_parser import MalformedCallError, OutputParser, Steps
 
 
 class PythonicParser(OutputParser):
-    """Parser of [f(x=1), g()], the notation of Llama 4: calls begin the output or follow a marker.
+    """Parser of [f(x=1), g(**{"y z": 2})], the notation of Llama 4: calls begin the output or follow a marker.
 
     A call is emitted when it is complete.
     """
@@ -75,15 +77,32 @@ class PythonicParser(OutputParser):
         yield from self.take(emit)
 
 
+class _JsonWords(ast.NodeTransformer):
+    """Reader of JSON's words for values, which models write for Python's."""
+
+    _VALUES: ClassVar[Mapping[str, Any]] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
+
+
 def _arguments(brackets: str) -> str:
     """Return the keyword arguments of a Python call as a JSON object. Raises MalformedCallError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             call = ast.parse(f"f{brackets}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+        if not isinstance(call, ast.Call) or call.args:
             raise MalformedCallError
-        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        values: dict[str, Any] = {}
+        for keyword in call.keywords:
+            value = ast.literal_eval(_JsonWords().visit(keyword.value))
+            if keyword.arg is not None:
+                values[keyword.arg] = value
+            elif isinstance(value, dict):
+                values |= value
+            else:
+                raise MalformedCallError
         return json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise MalformedCallError from None
