@@ -26,7 +26,7 @@ from llmsched.cli.serve.key_budgets import KeyBudgets
 from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.openapi import describe, with_body
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
-from llmsched.cli.serve.preparation_turns import PreparationTurns
+from llmsched.cli.serve.preparation_turns import PreparationTurns, Work
 from llmsched.cli.serve.prompt_preparation import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import (
     MAX_VALUES,
@@ -237,10 +237,12 @@ class _ServedModel:
         def parsed() -> Iterator[R]:
             yield parse(schema, body, self.limits.max_choices, max_values)
 
-        (request,) = await self._turns.collect(parsed(), large=True) if large else parsed()
+        (request,) = await self._turns.collect(parsed(), Work.LARGE) if large else parsed()
         self.chosen(request.model)
-        large = large or self.preparer.is_large(request)
-        return request, await until_disconnect(http.receive, self._turns.collect(steps(request), large=large))
+        work = Work.LARGE if large else Work.SMALL
+        if self.preparer.may_compile(request, large=large):
+            work = Work.COMPILING
+        return request, await until_disconnect(http.receive, self._turns.collect(steps(request), work))
 
     async def answer(
         self,

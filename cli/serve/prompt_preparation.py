@@ -51,15 +51,21 @@ class Preparer:
         self._max_model_len = engine.config.max_model_len
         self._defaults = dict(engine.model.sampling_defaults)
 
-    def is_large(self, request: ModelRequest) -> bool:
-        """Return True if a grammar must be compiled, which may take a second."""
-        wanted: Wanted | None = None
+    def may_compile(self, request: ModelRequest, *, large: bool) -> bool:
+        """Return True if a grammar may have to be compiled, which can take seconds.
+
+        Whether the grammar of a large request is kept is not looked up, because that would take long.
+        """
         if isinstance(request, ResponsesRequest):
             return request.text is not None or bool(request.tools)
-        if isinstance(request, ChatRequest):
-            wanted = wanted_output(request, self._notation)
-        elif isinstance(request, GenerationRequest):
-            wanted = request.grammar_spec()
+        if not isinstance(request, GenerationRequest):
+            return False
+        has_tools = isinstance(request, ChatRequest) and bool(request.tools)
+        if not has_tools and request.response_format is None and request.structured_outputs is None:
+            return False
+        if large:
+            return True
+        wanted = wanted_output(request, self._notation) if isinstance(request, ChatRequest) else request.grammar_spec()
         return wanted is not None and not self._grammars.has(wanted[1])
 
     def _grammar(self, wanted: Wanted | None) -> Grammar | None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmsched.cli.serve import preparation_turns
-from llmsched.cli.serve.preparation_turns import _MAX_REST_S, PreparationTurns
+from llmsched.cli.serve.preparation_turns import _MAX_REST_S, PreparationTurns, Work
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_the_thread_of_large_requests_rests_after_each_turn_beside_others(
     async def collect() -> None:
         threads = PreparationTurns(lambda: others == "served")
         if others == "prepared":
-            small = asyncio.create_task(threads.collect(preparing(), large=False))
+            small = asyncio.create_task(threads.collect(preparing(), Work.SMALL))
             await asyncio.sleep(0)
-        await asyncio.gather(*(threads.collect(parsing(), large=True) for _ in range(2)))
+        await asyncio.gather(*(threads.collect(parsing(), Work.LARGE) for _ in range(2)))
         large_ones_are_parsed.set()
         if others == "prepared":
             assert await small == [1]
