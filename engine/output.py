@@ -46,6 +46,7 @@ class OutputStream:
         if result.token_id is None and request.finish_reason is None:
             return None
         output = self.new_output(request.finish_reason, result.last.error)
+        output.caused_by_request = result.last.caused_by_request
         results = [result, *result.more] if result.more else [result]
         num_later = sum(each.token_id is not None for each in results)
         for each in results:

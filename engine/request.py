@@ -173,6 +173,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    caused_by_request: bool = False  # False if the engine or the model caused the error
     record: ChoiceRecord | None = None  # only in the last output
 
     @property

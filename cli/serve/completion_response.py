@@ -215,7 +215,8 @@ class AnswerFailedError(ApiError):
 def _failure(output: RequestOutput) -> AnswerFailedError | None:
     """Return the error to report if a choice failed or was aborted."""
     if output.finish_reason is FinishReason.ERROR:
-        return AnswerFailedError(500, f"the request failed: {output.error}", code="generation_failed")
+        status = 400 if output.caused_by_request else 500
+        return AnswerFailedError(status, f"the request failed: {output.error}", code="generation_failed")
     if output.finish_reason is FinishReason.DEADLINE:
         return AnswerFailedError(504, f"the request was dropped: {output.error}", code="deadline_exceeded")
     if output.finish_reason is FinishReason.ABORT:

@@ -47,7 +47,8 @@ class LogitEditor:
     """Editor that changes logits in place, in this order:
 
     - logit_bias is added to the logits of its ids.
-    - While the output of a sequence has fewer than min_tokens tokens, the logits of its `stop_ids` become -inf.
+    - While the output of a sequence has fewer than min_tokens tokens, the logits of its `stop_ids` become -inf. With a
+      grammar, they do so only if the grammar allows other tokens.
     - repetition_penalty applies once to each distinct id of prompt and output: logits above 0 are divided by the
       penalty, others are multiplied by the penalty.
     - presence_penalty and frequency_penalty apply to the output: logit - frequency * count - presence * (count > 0).
@@ -77,7 +78,7 @@ class LogitEditor:
             values = [np.fromiter(bias.values(), np.float32, len(bias)) for bias in biases]
             logits[where] += to_device(np.concatenate(values), device)
 
-        rows = [row for row, sequence in enumerate(sequences) if bars_stop(sequence) and sequence.stop_ids]
+        rows = [row for row, each in enumerate(sequences) if bars_stop(each) and each.stop_ids and each.matcher is None]
         barred = [[token for token in sequences[row].stop_ids if 0 <= token < width] for row in rows]
         if where := locate(device, rows, [np.array(tokens, dtype=np.int64) for tokens in barred]):
             logits[where] = float("-inf")
@@ -97,8 +98,9 @@ class LogitEditor:
         rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
         if rows:
             matchers = [matcher for sequence in sequences if (matcher := sequence.matcher) is not None]
+            must_go_on = {place: sequences[row].stop_ids for place, row in enumerate(rows) if bars_stop(sequences[row])}
             begun = time.perf_counter()
-            masks = token_masks(matchers, [bars_stop(sequences[row]) for row in rows])
+            masks = token_masks(matchers, must_go_on)
             self.mask_seconds += time.perf_counter() - begun
             limits = ceilings(masks, width, device)
             if len(rows) == len(logits):

@@ -28,12 +28,6 @@ MIN_TEMPERATURE = 1e-5
 #: Outcomes of rows that have no token: their best logit was not finite, before or after LogitEditor changed the logits.
 NOT_FINITE, BARRED = -1, -2
 
-#: Why a sequence with a grammar has no token, by whether the grammar is complete.
-_WHY_BARRED = {
-    False: "the grammar of this request allows no token that the logits, min_tokens and ignore_eos allow",
-    True: "the grammar of this request is complete, but min_tokens forbids the end",
-}
-
 
 def is_greedy(sampling: SamplingParams) -> bool:
     """Return True if the parameters leave only the best token to choose."""
@@ -126,7 +120,8 @@ def result_of(outcome: int, sequence: Sequence) -> RowResult:
     if outcome == BARRED:
         message = "no token is left to sample: min_tokens forbids every token that the logits allow"
         if (matcher := sequence.matcher) is not None:
-            message = "no token is left to sample: " + (matcher.error or _WHY_BARRED[matcher.finished])
+            problem = "the logits of all tokens that the grammar of this request allows are -inf"
+            message = f"no token is left to sample: {matcher.error or problem}"
         return RowResult(error=message, caused_by_request=True)
     return RowResult(token_id=outcome)
 

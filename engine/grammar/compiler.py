@@ -8,9 +8,10 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as ListLike
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -151,11 +152,14 @@ class Matcher:
         return None if self.state.consume_token(token_id) else self.error
 
 
-def token_masks(matchers: ListLike[Matcher], must_go_on: ListLike[bool]) -> npt.NDArray[np.uint8]:
+def token_masks(
+    matchers: ListLike[Matcher], must_go_on: Mapping[int, Collection[int]] = MappingProxyType({})
+) -> npt.NDArray[np.uint8]:
     """Return a mask for the next token of each output: bits [M, B], the bit of token 0 first.
 
-    A set bit allows its token. An output that `must_go_on` may not end. A matcher that meets an error allows no token.
-    All matchers must have the same vocabulary.
+    A set bit allows its token. `must_go_on` has the outputs that should not end yet, by their index in `matchers`, with
+    the tokens that would end them. Such a token is allowed only if the grammar allows no others. A matcher that meets
+    an error allows no token. All matchers must have the same vocabulary.
     """
     vocabulary = matchers[0].vocabulary
     masks = np.zeros((len(matchers), vocabulary.num_words), dtype=np.int32)
@@ -170,11 +174,22 @@ def token_masks(matchers: ListLike[Matcher], must_go_on: ListLike[bool]) -> npt.
             masks[row] = vocabulary.not_eos
         elif matcher.state.is_error():
             masks[row] = 0
-        elif must_go_on[row]:
-            masks[row] &= vocabulary.not_eos
-        elif matcher.ignore_eos and (others := masks[row] & vocabulary.not_eos).any():
+        elif (matcher.ignore_eos or row in must_go_on) and (others := masks[row] & vocabulary.not_eos).any():
             masks[row] = others
-    return masks.view(np.uint8)
+    found = masks.view(np.uint8)
+    for row, token_ids in must_go_on.items():
+        _avoid(found[row], token_ids)
+    return found
+
+
+def _avoid(mask: npt.NDArray[np.uint8], token_ids: Collection[int]) -> None:
+    """Forbid these tokens, unless the mask allows no others."""
+    ids = np.fromiter(token_ids, dtype=np.int64)
+    ids = ids[(ids >= 0) & (ids < 8 * len(mask))]
+    others = mask.copy()
+    np.bitwise_and.at(others, ids >> 3, ~np.left_shift(1, ids & 7).astype(np.uint8))
+    if others.any():
+        mask[:] = others
 
 
 class GrammarCompiler:

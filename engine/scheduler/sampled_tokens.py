@@ -43,7 +43,7 @@ def reason_to_end(request: Request, token_id: int | None) -> FinishReason | None
     num_output_tokens = num_tokens - request.num_prompt_tokens
     if token_id in request.stop_ids and num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
-    if request.matcher is not None and request.matcher.finished and num_output_tokens >= sampling.min_tokens:
+    if request.matcher is not None and request.matcher.finished:  # even before min_tokens, because nothing can follow
         return FinishReason.STOP
     if num_output_tokens < sampling.max_tokens:
         return None

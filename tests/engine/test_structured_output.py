@@ -199,9 +199,19 @@ def test_a_stop_string_and_a_stop_token_end_the_output() -> None:
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_complete_output_that_min_tokens_prolongs_is_an_error(ignore_eos: bool) -> None:
-    params = constrained(GrammarSpec("regex", "a{3}"), min_tokens=20, ignore_eos=ignore_eos)
-    check_error(make_engine(), params, "min_tokens forbids the end")
+def test_min_tokens_delays_the_end_only_while_the_grammar_can_go_on(ignore_eos: bool) -> None:
+    complete = one(spec=GrammarSpec("regex", "a{3}"), min_tokens=20, ignore_eos=ignore_eos)
+    assert (complete.text, complete.finish_reason, complete.error) == ("aaa", FinishReason.STOP, None)
+    empty = one(spec=GrammarSpec.choice([""]), min_tokens=20, ignore_eos=ignore_eos)
+    assert (empty.text, empty.tokens, empty.finish_reason) == ("", [EOS], FinishReason.STOP)
+    comma, dot = ids(","), ids(".")
+    assert len(comma) == len(dot) == 1
+    stops = {"stop_token_ids": (comma[0], dot[0]), "logit_bias": {comma[0]: 50.0, dot[0]: 40.0}}
+    forced = one(spec=GrammarSpec("regex", ",{9}"), min_tokens=4, ignore_eos=ignore_eos, **stops)
+    assert (forced.text, forced.finish_reason) == (",,,,", FinishReason.STOP), "stop tokens before min_tokens go on"
+    other = one(spec=GrammarSpec("regex", "[a-z,]+[.]"), min_tokens=4, ignore_eos=ignore_eos, **stops)
+    assert other.tokens[4:] == comma
+    assert not {*comma, *dot} & {*other.tokens[:4]}
 
 
 def test_a_grammar_that_needs_too_much_work_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def test_long_chains_do_not_end_the_process(kind: str) -> None:
     spec = chain(kind, 1200 if kind in ("rules", "terminals") else 2200)
     assert len(spec.text) < MAX_BYTES[spec.kind]
     found = attempt(spec)
-    assert "items" in found if isinstance(found, str) else token_masks([found.matcher()], [False]).any()
+    assert "items" in found if isinstance(found, str) else token_masks([found.matcher()]).any()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_hostile_regexes_are_refused_or_cost_little(text: str) -> None:
         return
     matcher = grammar.matcher()
     for _ in range(50):
-        ids = token_masks([matcher], [False])
+        ids = token_masks([matcher])
         if matcher.error is not None or matcher.finished:
             break
         assert ids.any()
@@ -293,7 +293,7 @@ def test_a_grammar_may_begin_after_a_token() -> None:
     matcher = make_compiler().compile(GrammarSpec.choice(["y"]), "test").matcher(after=marker)
 
     def allowed() -> set[int]:
-        bits = np.unpackbits(token_masks([matcher], [False])[0], bitorder="little")[:VOCAB_SIZE]
+        bits = np.unpackbits(token_masks([matcher])[0], bitorder="little")[:VOCAB_SIZE]
         return {int(token_id) for token_id in np.flatnonzero(bits)}
 
     for token_id in (other, 5, other):

@@ -37,7 +37,7 @@ def compiled(spec: GrammarSpec) -> Grammar:
 
 
 def allowed(matcher: Matcher) -> set[int]:
-    bits = ceilings(token_masks([matcher], [False]), VOCAB_SIZE, torch.device("cpu"))
+    bits = ceilings(token_masks([matcher]), VOCAB_SIZE, torch.device("cpu"))
     return set((bits[0] > 0).nonzero()[:, 0].tolist())
 
 
@@ -182,10 +182,10 @@ def test_masks_of_a_batch_are_the_masks_of_its_rows() -> None:
     matchers = [compiled(spec).matcher() for spec, _ in CASES.values()]
     broken = compiled(JSON_OBJECT).matcher()
     assert broken.accept(5) is not None
-    masks = token_masks([*matchers, broken], [False] * (len(matchers) + 1))
+    masks = token_masks([*matchers, broken])
     assert not masks[-1].any()
     for row, matcher in enumerate(matchers):
-        assert np.array_equal(masks[row], token_masks([matcher], [False])[0])
+        assert np.array_equal(masks[row], token_masks([matcher])[0])
 
 
 @pytest.mark.parametrize("width", [VOCAB_SIZE, VOCAB_SIZE - 3, VOCAB_SIZE + 64])
@@ -224,10 +224,10 @@ def test_of_tokens_with_equal_bytes_one_is_allowed() -> None:
     for eos in (frozenset({4}), frozenset[int]()):
         compiler = GrammarCompiler(Vocabulary(Twice(), 7, eos), lambda seconds: None)  # type: ignore[arg-type]
         matcher = compiler.compile(GrammarSpec("regex", "a+b?"), "test").matcher()
-        bits = ceilings(token_masks([matcher], [False]), 7, torch.device("cpu"))
+        bits = ceilings(token_masks([matcher]), 7, torch.device("cpu"))
         assert (bits[0] > 0).nonzero()[:, 0].tolist() == [1]
         matcher.accept(1)
-        bits = ceilings(token_masks([matcher], [False]), 7, torch.device("cpu"))
+        bits = ceilings(token_masks([matcher]), 7, torch.device("cpu"))
         assert (bits[0] > 0).nonzero()[:, 0].tolist() == [1, 2, *sorted(eos)]
         matcher.accept(2)
         assert matcher.finished
@@ -310,7 +310,7 @@ def test_other_kinds_of_tokenizers(name: str) -> None:
     ids = []
     rest = text.encode()
     while rest:
-        bits = ceilings(token_masks([matcher], [False]), size, torch.device("cpu"))[0]
+        bits = ceilings(token_masks([matcher]), size, torch.device("cpu"))[0]
         following = [
             i for i in (bits > 0).nonzero()[:, 0].tolist() if rest.startswith(own.token_bytes(i)) and own.token_bytes(i)
         ]
