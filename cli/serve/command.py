@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from llmsched.engine.core import Engine
 
 ToolCallParser = Literal[
-    *("auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "harmony", "deepseek_v3", "deepseek_v31"),
+    "auto",
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "qwen3_coder",
+    "harmony",
+    "deepseek_v3",
+    "deepseek_v31",
     "none",
 ]
 ReasoningParser = Literal["auto", "think", "mistral", "none"]

@@ -182,7 +182,7 @@ KEYWORDS = {"a": {"const": 1}, "b": {"enum": ["x", 'y")]']}, "c": {"type": "bool
         ({"properties": KEYWORDS, "required": ["b", "d"]}, "f("),
         ({"properties": KEYWORDS, "required": ["a"]}, "f(a="),
         ({"properties": {**KEYWORDS, "from": {"const": 2}}}, "f(**{"),
-        ({"properties": KEYWORDS, "patternProperties": {"^e$": {"const": 3}}}, "f(**{"),
+        ({"properties": KEYWORDS, "patternProperties": {"^e$": {"const": 3}}, "additionalProperties": False}, "f(**{"),
         ({"properties": {"a": {"const": 1}, "b": {"$ref": "#/properties/a"}}}, "f(**{"),
     ],
 )
