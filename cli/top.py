@@ -67,7 +67,7 @@ def top(
 
 
 def _look(client: httpx.Client) -> dict[str, Any]:
-    """Return the server's figures and its slowest requests, or in `slowest_refused` why it does not list them."""
+    """Return the server's figures and its slowest requests. If it refuses to list them, `slowest_refused` says why."""
     figures = checked(client.get("/v1/stats"), "kv_blocks")
     try:
         slowest = checked(client.get("/v1/requests/slowest"), "data")["data"]

@@ -23,7 +23,7 @@ MAX_PARTINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class PromptFlags:
-    """Prompts to continue, and by how much."""
+    """Flags of `verify` for the prompts and for the number of tokens to generate."""
 
     num_prompts: Annotated[
         int,

@@ -26,7 +26,7 @@ _REFUSALS = (429, 503)
 
 
 class ForwardedAnswer(Response):
-    """Answer of a replica. If the replica refuses the request or dies before the first token, another one gets it.
+    """Answer of a replica. If the replica refuses the request or dies before the first token, another replica gets it.
 
     The start of an answer is held back until its first token, because an answer that the client has begun to receive
     cannot come from another replica.

@@ -74,7 +74,7 @@ class HttpOptions:
 
     @property
     def root(self) -> str:
-        """URL of the server, without /v1 and an endpoint below it."""
+        """URL of the server, without /v1 and the endpoint."""
         root = self.url.rstrip("/")
         for endpoint in _ENDPOINTS:
             root = root.removesuffix(endpoint)

@@ -210,7 +210,10 @@ def stored_bytes(
 
 
 def _rounded_bytes(modules: Mapping[str, Parameters], rounding: str, dtype_bytes: int, fields: Fields) -> float:
-    """Estimate the bytes of a model whose matrices are rounded. Rows outside of experts count hidden_size numbers."""
+    """Estimate the bytes of a model whose matrices are rounded.
+
+    Rows outside of experts are assumed to have hidden_size numbers.
+    """
     hidden, inner = fields.get("hidden_size") or 0, fields.get("moe_intermediate_size", default=fields.mlp_size)
 
     def saved(name: str, count: int, width: int, chosen: str) -> float:

@@ -79,7 +79,7 @@ def _digits(value: float) -> int:
 
 
 def _dropped_character(schema: Any) -> tuple[str, str] | None:
-    """Return the path of a control character that outputs would lack, and a message."""
+    """Return the path of a control character that llguidance would drop from outputs, and a message."""
     for path, node in _all_schemas(schema):
         for keyword in ("const", "enum"):
             if any(map(_CONTROLS.search, _strings(node.get(keyword)))):

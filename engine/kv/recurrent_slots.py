@@ -95,10 +95,10 @@ class StateSlots:
         return max(places, default=0)
 
     def commit(self, request: Request) -> None:
-        """Give the snapshots that settled steps have saved to the nodes of their prefixes.
+        """Assign the snapshots that settled steps have saved to the nodes of their prefixes.
 
-        The request's blocks must be in the prefix tree up to the last snapshot. A snapshot whose node has one already
-        is dropped.
+        The request's blocks must be in the prefix tree up to the last snapshot. A snapshot is dropped if its node
+        already has one.
         """
         state = _state_of(request)
         while state.saves and state.saves[0][0] <= request.num_computed_tokens:

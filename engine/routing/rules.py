@@ -112,12 +112,12 @@ class LeastLoadedRule(OpenRequests):
 
 
 class AffinityRule(OpenRequests):
-    """The published rule of Ray Serve's PrefixCacheAffinityRouter, for comparison.
+    """Published rule of Ray Serve's PrefixCacheAffinityRouter, for comparison.
 
     If the numbers of open requests differ by at most `imbalanced_threshold`, the rule chooses the replica that received
     the longest prefix of the prompt, or, if less than `match_rate_threshold` of the prompt matches, the replica that
-    received the fewest prefixes. Otherwise it chooses the less loaded of two.
-    Source: Ray Serve's documentation, "PrefixCacheAffinityRouter for LLM inference optimization".
+    received the fewest prefixes. Otherwise it chooses the less loaded of two. Source: Ray Serve's documentation,
+    "PrefixCacheAffinityRouter for LLM inference optimization".
     """
 
     def __init__(

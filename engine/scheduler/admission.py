@@ -196,7 +196,7 @@ class Admission:
         return uncached <= config.fast_lane_prompt and request.sampling.max_tokens <= config.fast_lane_output
 
     def _lacks_memory(self, request: Request, hit: PrefixHit) -> bool:
-        """Return True if there is too little memory for the request; then reserve a start for it (see Backfill)."""
+        """Return True if there is too little memory for the request, after reserving a start for it (see Backfill)."""
         if not self._running:
             return False
         pool = self._kv.pool

@@ -52,7 +52,7 @@ class Backfill:
         return False
 
     def reserve(self, request: Request, missing_blocks: int, running: Sequence[Request]) -> None:
-        """Reserve a start for a request that lacks `missing_blocks` blocks, unless a request ahead of it has one."""
+        """Reserve a start for a request that lacks `missing_blocks` blocks, unless an earlier request has a start."""
         if self._reserved is not None and request.rank > self._reserved.rank:
             return
         self._reserved, self._steps_left = request, 0

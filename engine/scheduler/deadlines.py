@@ -128,7 +128,7 @@ class Deadlines:
             yield request, f"{reason} ({request.num_output_tokens} output tokens so far)"
 
     def _least_seconds(self, request: Request, times: _StepTimes, left: float) -> float:
-        """Return the least time that the request still needs, as if it were the only one."""
+        """Return the least time that the request still needs, as if no other request ran."""
         sampling, scheduler = request.sampling, self._scheduler
         has_other_ends = sampling.stop or sampling.stop_token_ids or sampling.grammar
         all_tokens = sampling.ignore_eos and not has_other_ends

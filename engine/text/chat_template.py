@@ -244,7 +244,7 @@ def _check_shown(tokenizer: Tokenizer, messages: Sequence[Message], options: Map
 
 
 def _with_thinking(message: Message) -> Message:
-    """Rename the reasoning for the template of gpt-oss, which accepts no reasoning beside content."""
+    """Rename reasoning_content to `thinking` for gpt-oss's template, or drop it from a message with content."""
     renamed = dict(message)
     reasoning = renamed.pop("reasoning_content", None)
     return {**renamed, "thinking": reasoning} if reasoning and not message["content"] else renamed

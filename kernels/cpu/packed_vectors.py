@@ -191,7 +191,7 @@ class Layout(NamedTuple):
                 yield builder.fmul(weights, scale)
 
     def _decoded(self, builder: Any, codes: Any, table: Any) -> Any:
-        """Return the numbers (float32) for which codes (int32) stand."""
+        """Convert codes (int32) to the numbers (float32) that they stand for."""
         if self.coding == TABLE_4:
             return look_up(builder, table, codes)
         if self.coding == FLOAT_8:  # exponent and mantissa move to where float32 has them; the exponent's bias differs

@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary parts of queries and keys beside their other numbers. All KV heads share those of the keys."""
+    """Rotary parts of queries and keys beside their other numbers. All KV heads share the rotary part of a key."""
 
     query: Tensor  # [T, heads, P]
     keys: Tensor  # [num_blocks, 1, block_size, P]

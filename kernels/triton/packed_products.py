@@ -64,7 +64,7 @@ def choose_tiling(num_rows: int, item_size: int) -> Tiling:
 
 @triton.jit
 def decoded(codes, table, CODING: tl.constexpr):
-    """Return the numbers (float32) for which codes stand."""
+    """Convert codes to the numbers (float32) that they stand for."""
     if CODING == TABLE:
         return tl.load(table + codes.to(tl.int32))
     if CODING == FLOAT_8:  # exponent and mantissa move to where float32 has them; the exponent's bias differs
