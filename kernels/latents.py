@@ -55,6 +55,17 @@ class LatentWidths(NamedTuple):
         found: npt.NDArray[np.bool_] = saved > (contexts - lengths) * self.rank * (self.key + self.value)
         return found
 
+    def fewest_expanded(self, context: int, most: int) -> int | None:
+        """Return the smallest number of new tokens, from 2 to `most`, with which a context is expanded, or None."""
+        per_token = self.rank * (self.key + self.value)
+        slope = context * (2 * self.rank - self.key - self.value) + per_token  # see `expands`
+        count = max(2, context * per_token // slope + 1) if slope > 0 else context + 1
+        return count if count <= min(most, context) else None
+
+    def longest_at_once(self, heads: int, item_size: int) -> int:
+        """Return the most context tokens for which all heads are expanded at one time."""
+        return EXPANDED_BYTES // (heads * self.expanded * item_size)
+
     def heads_at_once(self, heads: int, context: int, item_size: int) -> int:
         """Return how many heads are expanded at one time for `context` tokens of `item_size` bytes per number."""
         return max(1, min(heads, EXPANDED_BYTES // (max(1, context) * self.expanded * item_size)))

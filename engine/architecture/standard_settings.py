@@ -117,14 +117,19 @@ def _from_linear_attention(values: Mapping[str, Any], described: Any) -> dict[st
             f"config has linear_attn_config with {len(full)} full_attn_layers and {len(delta)} kda_layers; together "
             f"they must name each of the {len(layers)} layers once"
         )
-    heads, width = described["num_heads"], described["head_dim"]
     return {
         "layer_types": ["full_attention" if layer in full else "linear_attention" for layer in layers],
-        "linear_num_value_heads": heads,
-        "linear_num_key_heads": heads,
-        "linear_key_head_dim": width,
-        "linear_value_head_dim": width,
+        **_equal_heads({"linear_head_dim": described["head_dim"]}, described["num_heads"]),
         "linear_conv_kernel_dim": described["short_conv_kernel_size"],
+    }
+
+
+def _equal_heads(values: Mapping[str, Any], heads: Any) -> dict[str, Any]:
+    """Return head sizes from linear_num_heads and linear_head_dim, which are those of queries, keys and values."""
+    width = values.get("linear_head_dim")
+    return {
+        **{"linear_num_value_heads": heads, "linear_num_key_heads": heads},
+        **{"linear_key_head_dim": width, "linear_value_head_dim": width},
     }
 
 
@@ -136,6 +141,7 @@ def _from_pattern(values: Mapping[str, Any], pattern: Any) -> dict[str, Any]:
 _REWRITES = {
     "block_configs": _from_blocks,
     "ffn_multipliers": _from_multipliers,
+    "linear_num_heads": _equal_heads,
     "linear_attn_config": _from_linear_attention,
     "hybrid_layer_pattern": _from_pattern,
 }

@@ -15,7 +15,14 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsched.engine.architecture.config_fields import UNDERSTOOD, UNREAD, Fields, read_json_object, transformers_config
+from llmsched.engine.architecture.config_fields import (
+    UNDERSTOOD,
+    UNREAD,
+    Fields,
+    nested_text,
+    read_json_object,
+    transformers_config,
+)
 from llmsched.engine.architecture.online_formats import ONLINE_FORMATS, format_of
 from llmsched.engine.architecture.parameters import Parameters, add_up, count_parameters
 from llmsched.engine.architecture.quantised_layouts import joined_experts, read_matrices
@@ -23,6 +30,7 @@ from llmsched.engine.architecture.quantised_matrix import EXPANDING, QuantisedMa
 from llmsched.engine.architecture.quantization import Quantization, quantization_of, settings_of
 from llmsched.engine.architecture.served_formats import refusal_of_format
 from llmsched.engine.architecture.standard_settings import standardise
+from llmsched.engine.architecture.text_part import text_tensors
 from llmsched.engine.architecture.vision import can_be_built, encoder_parameters
 from llmsched.engine.errors import ModelError
 from llmsched.engine.model_files import SAFETENSORS, SAFETENSORS_INDEX, numbered_shards, refuse_lfs_pointer
@@ -260,6 +268,10 @@ def _from_headers(
     files: list[Path], dtype_bytes: int, fields: Fields, *, packed: bool, rounding: str | None
 ) -> Weights:
     stored = {name: tensor for file in files for name, tensor in safetensors_header(file).items()}
+    of_files = sum(tensor.size for tensor in stored.values())
+    if nested_text(fields.content) is None:
+        stored = text_tensors(stored)
+    of_encoders = of_files - sum(tensor.size for tensor in stored.values())
     settings, matrices = _settings(fields), list[QuantisedMatrix]()
     if settings and packed and refusal_of_format(settings) is None:
         found, parts = read_matrices(stored, settings, str(files[0].parent))
@@ -295,6 +307,8 @@ def _from_headers(
         notes.append(_DENSE_EXPERTS)
     if other := sorted({tensor.dtype for tensor in stored.values()} - FLOATS):
         notes.append(f"tensors of type {', '.join(other)} count as stored")
+    if of_encoders:
+        notes.append(f"{human_bytes(of_encoders)} of the files are for images and sound and are not loaded")
     if left_out:
         notes.append(f"{human_bytes(left_out)} of the files are for multi-token prediction (MTP) and are not loaded")
     packed_types = codes if rounding is None else (rounding,)

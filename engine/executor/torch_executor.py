@@ -29,7 +29,7 @@ from llmsched.engine.executor.in_flight import LaunchedPart, LaunchedStep, Packe
 from llmsched.engine.executor.sampler import PendingLogprobs, Sampler, enqueue_logprobs, parameters_of
 from llmsched.engine.executor.state_memory import StateMemory
 from llmsched.engine.executor.stopwatch import Stopwatch
-from llmsched.engine.executor.warmup import warmup_steps
+from llmsched.engine.executor.warmup import expanding_steps, warmup_steps
 from llmsched.engine.garbage_collection import paused_collection
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.recurrent_state import RowState
@@ -301,7 +301,10 @@ class TorchExecutor(Executor):
         self._graphs = None
         with self._on_stream():
             self._buffers = StepBuffers(self.device, min(num_bytes, MAX_STEP_BYTES))
-        for name, rows, sampling in warmup_steps(*sizes):
+        steps = warmup_steps(*sizes)
+        if self.device.type == "cuda":
+            steps += expanding_steps(set(self._model.attention), max_num_batched_tokens, max_model_len)
+        for name, rows, sampling in steps:
             progress(f"{work}: {name}", 0, 1)
             dummies = [self._dummy_row(row, count, start, sampling) for row, (start, count) in enumerate(rows)]
             for row in dummies if self._num_adapters else ():

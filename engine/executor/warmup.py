@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmsched.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llmsched.kernels.reference import AttentionShape
 
 #: Sampling parameters that use every feature of the sampler. Their rows are sampled from fp32 copies of the logits.
 EVERYTHING = SamplingParams(
@@ -12,6 +16,8 @@ EVERYTHING = SamplingParams(
 )
 #: Sampling parameters whose rows are sampled from the model's logits as they are.
 PLAIN = SamplingParams(temperature=1.0, top_p=0.95)
+
+_BLOCK = 16  # contexts are expanded in whole blocks
 
 
 class WarmupStep(NamedTuple):
@@ -35,3 +41,22 @@ def warmup_steps(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: 
         if count <= min(max_num_batched_tokens, max_model_len):
             steps.append(WarmupStep(f"short {name}", [(0, count)], PLAIN))
     return steps
+
+
+def expanding_steps(
+    layers: Iterable[AttentionShape], max_num_batched_tokens: int, max_model_len: int
+) -> list[WarmupStep]:
+    """Return prefills that compile the kernels for long contexts in layers with latent attention."""
+    # A GPU kernel has a variant for all heads at one time and one for single heads. Long contexts also divide the keys
+    # of a tile, most of all if the chunk is short.
+    found: dict[tuple[int, int], WarmupStep] = {}
+    for layer in layers:
+        if layer.latent is None:
+            continue
+        limit = layer.latent.longest_at_once(layer.heads, layer.item_size)
+        for context in (limit - _BLOCK, limit + _BLOCK, max_model_len):
+            count = layer.latent.fewest_expanded(context, max_num_batched_tokens)
+            if count is not None and context <= max_model_len:
+                row = (context - count, count)
+                found[row] = WarmupStep(f"prefill after {row[0]} tokens", [row], PLAIN)
+    return list(found.values())

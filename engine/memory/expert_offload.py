@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 from llmsched.engine.architecture.shape import ModelShape
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.units import human_bytes
 from llmsched.profiles.gpus import gpus
+
+_MIB = 1 << 20
 
 
 class ExpertOffload(NamedTuple):
@@ -26,16 +31,33 @@ class ExpertOffload(NamedTuple):
         used = 1 - (1 - self.chosen / self.num_experts) ** tokens
         return round(self.host_bytes * used)
 
+    def cost(self, tokens: int, device: str) -> str:
+        """Return the bytes that a step of `tokens` tokens copies to the GPU `device`, and the time if it is known."""
+        copied = self.copied_bytes(tokens)
+        host_bandwidth = next((gpu.host_bandwidth for gpu in gpus().values() if gpu.name == device), None)
+        time = "" if host_bandwidth is None else f" ({1e3 * copied / host_bandwidth:.0f} ms)"
+        return f"{human_bytes(copied)}{time}"
+
     def describe(self, tokens: int, device: str) -> str:
         """Describe the plan, and the bytes that decodes and a step of `tokens` tokens copy to the GPU `device`."""
-        host_bandwidth = next((gpu.host_bandwidth for gpu in gpus().values() if gpu.name == device), None)
-        costs = []
-        for what, count in (("a decode of 1 sequence", 1), ("of 8", 8), (f"a step of {tokens:,} tokens", tokens)):
-            copied = self.copied_bytes(count)
-            time = "" if host_bandwidth is None else f" ({1e3 * copied / host_bandwidth:.0f} ms)"
-            costs.append(f"{what} {human_bytes(copied)}{time}")
+        steps = (("a decode of 1 sequence", 1), ("of 8", 8), (f"a step of {tokens:,} tokens", tokens))
+        costs = [f"{what} {self.cost(count, device)}" for what, count in steps]
         layers = f"of {len(self.layers)} layers ({human_bytes(self.host_bytes)}) in host memory"
         return f"{layers}, {human_bytes(self.device_bytes)} on the GPU for copies; copied: {', '.join(costs)}"
+
+
+def smallest_offload(shape: ModelShape, suffices: Callable[[int], bool]) -> int | None:
+    """Return the smallest expert_offload in bytes, in whole MiB, for which `suffices(...)` is true.
+
+    Returns None if no value suffices, or if the model has no routed experts whose sizes are known.
+    """
+    sizes = shape.weights.experts
+    if not shape.num_experts or not shape.experts_per_token:
+        return None
+    totals = accumulate(sizes[layer] for layer in sorted(sizes, reverse=True))
+    rooms = [-(-total // _MIB) * _MIB for total in totals][1:]  # experts of one layer alone would save nothing
+    place = bisect_left(rooms, True, key=suffices)
+    return rooms[place] if place < len(rooms) else None
 
 
 def plan_offload(shape: ModelShape, room: int) -> ExpertOffload:

@@ -52,6 +52,16 @@ def too_long(plan: MemoryPlan, config: EngineConfig) -> ConfigError:
     return ConfigError("max_model_len", f"{figures}; {_or(remedies)}")
 
 
+def or_offload(problem: ConfigError, plan: MemoryPlan, room: int) -> ConfigError:
+    """Return the error with one more remedy: the experts in `room` bytes of host memory, with which `plan` fits."""
+    assert plan.offload is not None
+    cost = plan.offload.cost(1, plan.device.name)
+    remedy = (
+        f"set {setting('expert_offload')} to {room >> 20}MiB (a decode of 1 sequence then copies {cost} of experts)"
+    )
+    return ConfigError(problem.field, f"{problem.message}; or {remedy}")
+
+
 def _parts(plan: MemoryPlan, kv_bytes: int) -> str:
     return " + ".join(f"{name} {human_bytes(count)}" for name, count in (*plan.fixed_parts.items(), ("KV", kv_bytes)))
 

@@ -40,6 +40,7 @@ from llmsched.engine.architecture.quantization import (
     with_quantization_file,
 )
 from llmsched.engine.architecture.shape import ModelShape, model_shape
+from llmsched.engine.architecture.text_part import text_config
 from llmsched.engine.architecture.weights import Weights
 from llmsched.engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_TOKEN_BUDGET, EngineConfig, ResolvedConfig
 from llmsched.engine.device import CONTEXT_BYTES, DeviceMemory
@@ -48,7 +49,7 @@ from llmsched.engine.kv.layout import group_layers
 from llmsched.engine.kv.recurrent_state import num_state_slots
 from llmsched.engine.memory import plan_errors
 from llmsched.engine.memory.activation_memory import activation_bytes, logits_limit
-from llmsched.engine.memory.expert_offload import plan_offload
+from llmsched.engine.memory.expert_offload import plan_offload, smallest_offload
 from llmsched.engine.memory.graph_memory import graph_bytes
 from llmsched.engine.memory.plan import MeasuredMemory, MemoryPlan
 from llmsched.engine.memory.vllm_profile import LIBRARY_BYTES, VllmProfile
@@ -109,7 +110,21 @@ def plan_memory(
         # On a CPU, attention needs memory in proportion to the context, and that leaves less for KV. No context can be
         # longer than that of the first plan, so a second plan for this context reserves enough.
         plan = plan_for_context(_with_kv(plan, config).max_model_len)
-    return _with_kv(plan, config)
+    plan = _with_kv(plan, config)
+    if plan.problem is None or config.expert_offload or device.kind == "cpu" or profile is not None:
+        return plan
+
+    def with_offload(room: int) -> MemoryPlan:
+        offloaded = replace(config, expert_offload=room)
+        context = config.max_model_len or 0
+        return _with_kv(
+            _plan_for_context(shape, offloaded, device, dtype_bytes, kv_bytes, adapters, context), offloaded
+        )
+
+    room = smallest_offload(shape, lambda room: with_offload(room).fits)
+    if room is None:
+        return plan
+    return replace(plan, problem=plan_errors.or_offload(plan.problem, with_offload(room), room))
 
 
 def refit(plan: MemoryPlan, config: EngineConfig, measured: MeasuredMemory) -> MemoryPlan:
@@ -300,9 +315,13 @@ class ModelPlanner:
                 check_quantisable(self.content, rounding, gguf=self.gguf is not None and self.directory is None)
             elif weights is None and self.gguf is not None:
                 weights = gguf_weights(self.gguf, dtype_bytes)
-            given: dict[str, Any] = {"path": self.directory, "weights": weights, "cache": self.cache}
+            content = text_config(self.content) if packed else self.content  # other engines also hold encoders
+            cache = self.cache
+            if cache is not None and content is not self.content:
+                cache = ConfigCache(content, cache.directory)
+            given: dict[str, Any] = {"path": self.directory, "weights": weights, "cache": cache}
             given |= {"packed": packed, "rounding": rounding}
-            shape = model_shape(self.content, dtype_bytes=dtype_bytes, **given)
+            shape = model_shape(content, dtype_bytes=dtype_bytes, **given)
             named = named_format(self.name)
             if named is not None and shape.weights.source == "config" and not settings_of(self.content):
                 note = f"the name says {named}, but no file describes quantised weights: they count {dtype_bytes} bytes"

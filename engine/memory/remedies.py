@@ -12,6 +12,7 @@ from llmsched.engine.architecture.online_formats import rounding_refusal
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
 from llmsched.engine.errors import ConfigError, setting
+from llmsched.engine.memory.expert_offload import smallest_offload
 from llmsched.engine.memory.plan import MAX_ADVISED_UTILISATION, MemoryPlan
 from llmsched.engine.memory.planner import ModelPlanner
 from llmsched.engine.units import human_bytes
@@ -91,7 +92,8 @@ def changes(
     The cheapest come roughly first. `gpus` are the names and memory of other GPUs to try.
     """
     search = _Search(planner, config, device, demand)
-    found = [*search.more_memory(), *search.smaller_steps(), *search.fewer_states(), *search.narrower_types()]
+    exact = [*search.more_memory(), *search.smaller_steps(), *search.fewer_states()]
+    found = [*exact, *search.narrower_types(), *([] if exact else search.experts_on_host())]
     if not found:
         found += search.all_settings()
     less, wanted, fitting = search.shorter_context(), demand.length(search.plan), demand.num_fitting(search.plan)
@@ -171,6 +173,14 @@ class _Search:
                 return found + narrow
         return found
 
+    def experts_on_host(self) -> list[Change]:
+        if self.device.kind == "cpu" or self.config.expert_offload:
+            return []
+        shape = self.planner.shape(self.config, self.device)
+        room = smallest_offload(shape, lambda room: bool(self._try("set", "", expert_offload=room)))
+        found = [] if room is None else self._try("set", "", expert_offload=room)
+        return [replace(each, cost=_offload_cost(each.plan, self.demand.users)) for each in found]
+
     def all_settings(self) -> list[Change]:
         steps: dict[str, Any] = {"max_num_batched_tokens": min(STEP_SIZES[0], self.plan.max_num_batched_tokens)}
         if self.is_wide:
@@ -221,8 +231,14 @@ class _Search:
         return [Change(f"{verb} {what}", cost, plan, settings)]
 
 
+def _offload_cost(plan: MemoryPlan, users: int) -> str:
+    assert plan.offload is not None
+    sequences = "1 sequence" if users == 1 else f"{users:,} sequences"
+    return f"each decode of {sequences} copies {plan.offload.cost(users, plan.device.name)} of experts to the GPU"
+
+
 def _shown(name: str, value: Any) -> str:
-    if name == "kv_cache_memory_bytes":
+    if name in ("kv_cache_memory_bytes", "expert_offload"):
         return f"{value // _MIB}MiB"
     return f"{value:.2f}" if name == "gpu_memory_utilization" else str(value)
 

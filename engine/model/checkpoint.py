@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from llmsched.engine.architecture.text_part import text_tensors
 from llmsched.engine.errors import ModelError, one_line
 from llmsched.engine.model_files import (
     PICKLE,
@@ -54,20 +55,21 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def open_checkpoint(directory: Path) -> StateDict:
     """Open the weights in a Hugging Face directory: safetensors files, or else pytorch_model.bin files.
 
-    Raises ModelError if a file or tensor is missing, damaged or inconsistent.
+    Of a multimodal model, only the text part is returned, under the names of a text model. Raises ModelError if a file
+    or tensor is missing, damaged or inconsistent.
     """
     for single, index, reader in (
         (SAFETENSORS, SAFETENSORS_INDEX, open_safetensors),
         (PICKLE, PICKLE_INDEX, _open_pickle),
     ):
         if (directory / index).is_file():
-            return _open_shards(directory / index, reader)
+            return text_tensors(_open_shards(directory / index, reader))
         if (directory / single).is_file():
-            return reader(directory / single)
+            return text_tensors(reader(directory / single))
     if shards := numbered_shards(directory):
         if absent := [shard.name for shard in shards if not shard.is_file()]:
             raise ModelError(f"{directory}: {len(absent)} of {len(shards)} shards missing: {some(absent)}")
-        return {name: tensor for shard in shards for name, tensor in open_safetensors(shard).items()}
+        return text_tensors({name: tensor for shard in shards for name, tensor in open_safetensors(shard).items()})
     raise ModelError(
         f"model {directory}: has no weights ({SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLE} or {PICKLE_INDEX})"
     )

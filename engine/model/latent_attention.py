@@ -110,6 +110,8 @@ def tables_of(embeddings: Any) -> tuple[Tensor, Tensor]:
 class _Recorder:
     """Stand-in for a PagedContext that keeps the arguments of latent attention."""
 
+    numbers = None
+
     def attend_latents(
         self, layer: int, query: Tensor, latents: Tensor, rope_keys: Tensor, weight: Tensor, scale: float
     ) -> Tensor:

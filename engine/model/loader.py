@@ -16,6 +16,7 @@ from llmsched.engine.architecture.dtypes import planned_dtype
 from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.architecture.online_formats import check_quantisable
 from llmsched.engine.architecture.quantization import settings_of, with_quantization_file
+from llmsched.engine.architecture.text_part import text_config
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import computes_bf16, resolve_device
 from llmsched.engine.errors import ModelError, RequestError, one_line
@@ -75,8 +76,13 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             raise ModelError(f"model {source.spec}: {source.path} has no config.json; {hint}")
         raw = read_json_object(path)
         described = raw.get("architectures") or raw.get("model_type") or "no architecture"
+        text = text_config(raw)
         with _reading(source, f"config.json ({described})"):
-            config = AutoConfig.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
+            config = (
+                AutoConfig.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
+                if text is raw
+                else AutoConfig.for_model(**text)
+            )
         if settings := settings_of(with_quantization_file(raw, source.path)):
             config.quantization_config = dict(settings)
     check_supported(config, source.spec)

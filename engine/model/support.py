@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmsched.engine.architecture.config_fields import ConfigCache, nested_text, transformers_config
 from llmsched.engine.architecture.quantization import settings_of
 from llmsched.engine.architecture.served_formats import refusal_of_format
+from llmsched.engine.architecture.text_part import text_config
 from llmsched.engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -48,12 +49,17 @@ TESTED = (
 RECURRENT = {
     "bamba": "BambaForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "falcon_mamba": "FalconMambaForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "jamba": "JambaForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }
@@ -148,6 +154,7 @@ def refusal(content: Mapping[str, Any], cache: ConfigCache | None = None) -> str
 
     Raises ModelError if transformers rejects the config.
     """
+    content = text_config(content)
     decided, reason = refusal_of_file(content)
     if decided:
         return reason

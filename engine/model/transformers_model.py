@@ -155,13 +155,13 @@ def attention_forward(
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")
     check_keywords(module, others)
-    layer: Any = module.layer_idx
+    layer: Any = module.layer_idx if paged_context.numbers is None else paged_context.numbers[module.layer_idx]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if (weight := latent_weight(module)) is not None:
         latents, rope_keys = packed(key), packed(value)
         return paged_context.attend_latents(layer, packed(query), latents, rope_keys, weight, scaling)[None], None
     output = paged_context.attend(
-        layer if paged_context.numbers is None else paged_context.numbers[layer],
+        layer,
         packed(query),
         packed(key),
         packed(value),

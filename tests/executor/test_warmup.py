@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -13,11 +14,13 @@ from stepping import Stepper, make_sequence
 from tiny_models import build_model
 
 from llmsched.engine.executor.torch_executor import TorchExecutor
-from llmsched.engine.executor.warmup import warmup_steps
+from llmsched.engine.executor.warmup import expanding_steps, warmup_steps
 from llmsched.kernels.dispatch import num_compiled
+from llmsched.kernels.latents import LatentWidths
 from llmsched.kernels.reference import AttentionShape
 from llmsched.kernels.triton import ops
 from llmsched.kernels.triton.expert_ops import choose_expert_tiling
+from llmsched.kernels.triton.latent_attention import prepare_latents
 from llmsched.kernels.triton.tiling import Gpu, Tiling
 
 Variant = Tiling | Literal["join"]
@@ -57,6 +60,37 @@ def test_every_batch_finds_its_attention_kernel(data: st.DataObject) -> None:
         counts[0] += data.draw(st.integers(0, min(tokens - num_rows, length - 1)))
         contexts = [data.draw(st.integers(0, length - count)) for count in counts[:2]] + [0] * (num_rows - 2)
         assert variants(list(zip(contexts, counts, strict=False)), layer, gpu) <= warm
+
+
+def latent_variants(rows: list[tuple[int, int]], layer: AttentionShape, gpu: Gpu) -> set[tuple[Any, ...]]:
+    """Return the tiling, or "join", and the heads that are expanded at one time for each launch of a batch."""
+    bounds = np.array([0, *accumulate(count for _, count in rows)], np.int32)
+    contexts = np.array([sum(row) for row in rows], np.int32)
+    found: set[tuple[Any, ...]] = set()
+    for part in prepare_latents(layer, bounds, contexts, gpu, torch.from_numpy):
+        heads = part.expansion and part.expansion.heads
+        for launch in part.launches:
+            found |= {(launch.tiling, heads)} | ({("join", heads)} if len(launch.joins) else set())
+    return found
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_every_batch_finds_its_kernel_of_latent_attention(data: st.DataObject) -> None:
+    heads = data.draw(st.sampled_from([16, 20, 64, 128]))
+    layer = AttentionShape(heads, 1, 512, 64, None, 2, LatentWidths(512, 64, 128, 128))
+    gpu = Gpu(data.draw(st.sampled_from([58, 108, 132])), data.draw(st.sampled_from([80, 89, 90])))
+    tokens, seqs = data.draw(st.integers(1, 8192), "max_num_batched_tokens"), data.draw(st.integers(1, 64), "seqs")
+    length = data.draw(st.integers(1, 65536), "max_model_len")
+    steps = warmup_steps(tokens, seqs, length) + expanding_steps([layer], tokens, length)
+    assert all(sum(count for _, count in step.rows) <= tokens for step in steps)
+    assert all(max(map(sum, step.rows)) <= length for step in steps)
+    warm = set[Any]().union(*(latent_variants(step.rows, layer, gpu) for step in steps))
+    for _ in range(8):
+        counts = [1] * data.draw(st.integers(1, min(seqs, tokens)))
+        counts[0] += data.draw(st.integers(0, min(tokens - len(counts), length - 1)))
+        contexts = [data.draw(st.integers(0, length - count)) for count in counts[:2]] + [0] * (len(counts) - 2)
+        assert latent_variants(list(zip(contexts, counts, strict=False)), layer, gpu) <= warm
 
 
 @given(st.integers(1, 8192), st.integers(1, 512), st.integers(1, 256), st.integers(1, 10), st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory
-from llmsched.engine.errors import ConfigError
+from llmsched.engine.errors import ConfigError, spell
 from llmsched.engine.memory.planner import ModelPlanner
 from llmsched.engine.memory.remedies import (
     Change,
@@ -246,3 +247,29 @@ def test_every_proposed_change_works(
     if demand.met_by(PLANNER.plan(config, device)):
         return
     check(search(device, users, context, **knobs), device, users, context, **knobs)
+
+
+def test_experts_move_to_host_memory_where_weights_do_not_fit() -> None:
+    """The change and the error name the fewest layers that suffice, and what a decode then copies."""
+    content = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144}
+    content |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    content |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+    content |= {"max_position_embeddings": 40960, "tie_word_embeddings": False}
+    planner, demand = ModelPlanner(content), MemoryDemand(4, 8192)
+    config, device = config_for_demand(EngineConfig(), {}, 4, 8192), replace(gpu(24), name="NVIDIA RTX 4090")
+    found = first(changes(planner, config, device, demand, GPUS), "expert_offload")
+    room = found.settings["expert_offload"]
+    offloaded = planner.plan(replace(config, expert_offload=room), device)
+    assert demand.met_by(offloaded)
+    assert offloaded.offload is not None
+    layers = len(offloaded.offload.layers)
+    assert not demand.met_by(planner.plan(replace(config, expert_offload=room * (layers - 1) // layers), device))
+    assert spell(found.what) == f"set expert_offload to {room >> 20}MiB"
+    assert "each decode of 4 sequences copies " in found.cost
+    problem = planner.plan(config, device).problem
+    assert problem is not None
+    assert re.search(
+        r"; or set expert_offload to \d+MiB \(a decode of 1 sequence then copies .* of experts\)", str(problem)
+    )
+    dense = changes(PLANNER, config, gpu(12), demand, GPUS)
+    assert not any("expert_offload" in change.settings for change in dense)

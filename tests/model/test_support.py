@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no groups": (quantised("compressed-tensors"), "no config_groups"),
     "modelopt": (quantised("modelopt", quant_algo="W4A8_AWQ"), r"\(modelopt W4A8_AWQ: quant_algo W4A8_AWQ\)"),
     "own attention": ({"model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"]}, "attention interface"),
-    "recurrent": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
+    "recurrent": ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM.*recurrent"),
     "hybrid": ({"model_type": "zamba", "architectures": ["ZambaForCausalLM"]}, "ZambaForCausalLM.*recurrent"),
     "chunks": ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "chunked_attention"),
 }
@@ -146,7 +146,7 @@ def test_config_json_and_model_class_agree(model_type: str) -> None:
 
 
 def test_config_json_shows_vision_and_layer_types() -> None:
-    nested = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
+    nested = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {}}
     assert "more than text" in str(refusal_of_file(nested))
     assert "layers of type linear_attention" in str(refusal_of_file({**LLAMA, "layer_types": ["linear_attention"]}))
 

@@ -35,6 +35,9 @@ KV says what layers keep: the keys and values of all tokens (full), or of the la
 token from which keys and values are computed (latent), or a recurrent state per sequence (state). Other decoders that
 use transformers' attention interface are served too. `llmsched verify MODEL` checks any model.
 
+Of multimodal checkpoints with the types gemma3, gemma3n, gemma4, mistral3, qwen3_5 and qwen3_5_moe, the text part is
+served: it is loaded and planned as a model of the text type in the table, without encoders for images and sound.
+
 | model_type | class | served | KV |
 | --- | --- | --- | --- |
 """
@@ -59,7 +62,7 @@ def difference(arch: str, chunks: tuple[int, ...]) -> float:
     sequences = [make_sequence(str(index), prompt) for index, prompt in enumerate(prompts())]
     found = Stepper(executor(arch), sequences, max(LENGTHS), seed=len(chunks)).logits(chunks)
     model = build_model(arch, seed=3)
-    model.set_attn_implementation("sdpa" if arch.startswith("falcon") else "eager")
+    model.set_attn_implementation("sdpa" if model.config.model_type == "falcon" else "eager")
     with torch.inference_mode():
         expected = [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in prompts()]
     return max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))

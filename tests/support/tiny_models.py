@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -210,6 +211,17 @@ RARE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32}),
+    "hunyuan_moe": ("hunyuan_v1_moe", {"head_dim": 32, "num_experts": 4, "moe_topk": 2}),
+    "ministral3": (  # scales queries from position 16 on
+        "ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 16},
+                **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+            },
+        },
+    ),
     "exaone4": ("exaone4", {"sliding_window": WINDOW, "num_hidden_layers": 4}),
     "seed_oss": ("seed_oss", {"head_dim": 32}),
     "arcee": ("arcee", {}),
@@ -255,26 +267,27 @@ RARE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_SPARSE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA: dict[str, Any] = {
+    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
+}
+_MAMBA1: dict[str, Any] = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings")),
+    **{"state_size": 12, "time_step_rank": 4},
+}
+
 #: The same for models with recurrent layers.
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}),
     "qwen3_next": (
         "qwen3_next",
         {
-            **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32},
-            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16},
-            **{"linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{**_DELTA, **_SPARSE},
             **{"shared_expert_intermediate_size": 48, "initializer_range": 0.1},
         },
     ),
-    "qwen3_5": (
-        "qwen3_5_text",
-        {
-            **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32},
-            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16},
-            **{"linear_value_head_dim": 8},
-        },
-    ),
+    "qwen3_5": ("qwen3_5_text", _DELTA),
     "mamba2": (
         "mamba2",
         {
@@ -327,6 +340,21 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_intermediate_size": 32, "num_dense_layers": 1},
         },
     ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**_DELTA, **_SPARSE, "shared_expert_intermediate_size": 48, "initializer_range": 0.1},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", {**_DELTA, "head_dim": None, "linear_num_key_heads": 4}),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **{**_LATENT, **_SPARSE, "q_lora_rank": None, "initializer_range": 0.1},
+            **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+            **{"linear_num_heads": 4, "linear_head_dim": 16, "n_group": 2, "topk_group": 1},
+        },
+    ),
+    "mamba": ("mamba", _MAMBA1),
+    "falcon_mamba": ("falcon_mamba", _MAMBA1),
 }
 
 #: Classes of models that are refused, by model type.
@@ -334,14 +362,26 @@ REFUSED_ARCHITECTURES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "diffllama": "DiffLlamaForCausalLM",
     "doge": "DogeForCausalLM",
-    "falcon_mamba": "FalconMambaForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
-    "kimi_linear": "KimiLinearForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
-    "mamba": "MambaForCausalLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
     "rwkv": "RwkvForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
+}
+
+
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+_VISION: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4},
+    "image_size": 8,
+}
+#: Multimodal models: name of the text part in the tables above, class of the whole, settings of the vision encoder.
+MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", "Gemma3ForConditionalGeneration", _VISION),
+    "gemma4": ("gemma4", "Gemma4ForConditionalGeneration", {**_VISION, "num_key_value_heads": 2, "head_dim": 8}),
+    "mistral3": ("mistral", "Mistral3ForConditionalGeneration", {**_VISION, "model_type": "pixtral", "head_dim": 8}),
+    "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration", _QWEN_VISION),
+    "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _QWEN_VISION),
 }
 
 
@@ -352,6 +392,15 @@ def build_config(arch: str, **overrides: Any) -> Any:
     keep = {"sliding_window", "eos_token_id", "bos_token_id", "pad_token_id"}
     values = {key: value for key, value in merged.items() if value is not None or key in keep}
     return AutoConfig.for_model(model_type, **values)
+
+
+def build_multimodal(model_type: str, *, seed: int = 0) -> Any:
+    """Return a small fp32 model with a vision encoder, in evaluation mode."""
+    arch, name, vision = MULTIMODAL[model_type]
+    text = build_config(arch).to_dict()
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
+    return getattr(transformers, name)(config).float().eval()
 
 
 def build_model(arch: str, *, seed: int = 0, **overrides: Any) -> Any:
