@@ -155,7 +155,8 @@ def attention_forward(
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes an attention mask that it made: the model cannot be served")
     check_keywords(module, others)
-    layer: Any = module.layer_idx if paged_context.numbers is None else paged_context.numbers[module.layer_idx]
+    index: Any = module.layer_idx
+    layer = index if paged_context.numbers is None else paged_context.numbers[index]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if (weight := latent_weight(module)) is not None:
         latents, rope_keys = packed(key), packed(value)
