@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 Settings = dict[str, Any]
 
 #: Supported rope scaling settings. A file with another one is refused, because ignoring it could change the output.
-_SCALING_KEYS = frozenset({"type", "factor", "original_context_length", "finetuned", "attn_factor"})
+_SCALING_KEYS = frozenset(
+    {"type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier"}
+)
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 #: Model types whose name differs from that of the architecture.
 _MODEL_TYPES = {
     **{"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"},
 }
+#: Value of expert_gating_func.
+_SIGMOID = 2
 #: Number of layers of the two Gemma models whose attention scale is not 1/sqrt(head_dim) (as in llama.cpp).
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -43,12 +47,10 @@ def gguf_settings(file: GGUFFile) -> Settings:
         raise ModelError(f"{file.path}: layers of different shapes are not supported in GGUF files")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: lacks token_embd.weight: it holds a vocabulary or an adapter, not a model")
-    head_dim = file.get("attention.key_length", hidden // heads)
-    if (value_dim := file.get("attention.value_length", head_dim)) != head_dim:
+    head_dim, latent = file.get("attention.key_length", hidden // heads), file.architecture == "deepseek2"
+    if not latent and (value_dim := file.get("attention.value_length", head_dim)) != head_dim:
         raise ModelError(f"{file.path}: keys of {head_dim} and values of {value_dim} dimensions are not supported")
-    experts = file.get("expert_count")
-    model_type = "mixtral" if experts and file.architecture == "llama" else _MODEL_TYPES.get(file.architecture)
-    model_type = model_type or file.architecture
+    experts, model_type = file.get("expert_count"), _model_type(file)
     token = file.metadata.get
     fields = {
         "model_type": model_type,
@@ -59,7 +61,7 @@ def gguf_settings(file: GGUFFile) -> Settings:
         "num_hidden_layers": file.require("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "head_dim": file.require("rope.dimension_count") if latent else head_dim,
         "max_position_embeddings": file.require("context_length"),
         "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
@@ -72,11 +74,21 @@ def gguf_settings(file: GGUFFile) -> Settings:
     fields["rope_parameters"] = _rope(file, fields)
     if experts:
         fields |= _experts(file, experts)
-    if file.architecture == "phi3":
+    if latent:
+        fields |= _deepseek(file, model_type)
+    elif file.architecture == "phi3":
         fields |= _phi3(file, fields)
     elif file.architecture in _GEMMA_27B_LAYERS:
         fields |= _gemma(file, fields)
     return fields
+
+
+def _model_type(file: GGUFFile) -> str:
+    if file.architecture == "llama" and file.get("expert_count"):
+        return "mixtral"
+    if file.architecture == "deepseek2":  # the routers of V2 and V3 have different functions; old files do not say
+        return "deepseek_v3" if file.get("expert_gating_func") == _SIGMOID else "deepseek_v2"
+    return _MODEL_TYPES.get(file.architecture, file.architecture)
 
 
 def gguf_generation_config(file: GGUFFile) -> Settings:
@@ -116,6 +128,8 @@ def _rope(file: GGUFFile, fields: Settings) -> Settings:
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn")
     rope = {"rope_type": kind, "rope_theta": theta}
+    if (multiplier := file.get("rope.scaling.yarn_log_multiplier")) is not None:  # DeepSeek's files have a tenth of it
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * multiplier:.6g}"))
     if kind == "yarn":
         rope |= {"truncate": False} if file.architecture == "gpt-oss" else {}
         rope["original_max_position_embeddings"] = file.require("rope.scaling.original_context_length")
@@ -145,7 +159,8 @@ def _llama3_rope(file: GGUFFile, fields: Settings, theta: float) -> Settings:
 def _experts(file: GGUFFile, count: int) -> Settings:
     """Return the settings of a mixture of experts. As in llama.cpp, the architecture decides how a router works."""
     settings: Settings = {"num_experts_per_tok": file.require("expert_used_count")}
-    settings["num_local_experts" if file.architecture in ("llama", "gpt-oss") else "num_experts"] = count
+    if file.architecture != "deepseek2":
+        settings["num_local_experts" if file.architecture in ("llama", "gpt-oss") else "num_experts"] = count
     if file.architecture.startswith("qwen"):
         settings["moe_intermediate_size"] = file.require("expert_feed_forward_length")
         settings["norm_topk_prob"] = file.architecture == "qwen3moe"
@@ -153,6 +168,34 @@ def _experts(file: GGUFFile, count: int) -> Settings:
         settings["shared_expert_intermediate_size"] = file.require("expert_shared_feed_forward_length")
     if file.architecture == "gpt-oss":
         settings["sliding_window"] = file.require("attention.sliding_window")
+    return settings
+
+
+def _deepseek(file: GGUFFile, model_type: str) -> Settings:
+    """Return the settings of latent attention and experts that DeepSeek V2 and V3 need."""
+    rope, groups = file.require("rope.dimension_count"), file.get("expert_group_count", 1)
+    normalised = bool(file.get("expert_weights_norm"))
+    if model_type == "deepseek_v2" and normalised:
+        raise ModelError(f"{file.path}: normalised weights of experts that a softmax chooses are not supported")
+    key = file.get("attention.key_length_mla", file.require("attention.key_length"))
+    settings: Settings = {
+        "num_key_value_heads": file.require("attention.head_count"),
+        "kv_lora_rank": file.require("attention.kv_lora_rank"),
+        "q_lora_rank": file.get("attention.q_lora_rank") or None,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": key - rope,
+        "v_head_dim": file.get("attention.value_length_mla", file.require("attention.value_length")),
+        "n_routed_experts": file.require("expert_count"),
+        "n_shared_experts": file.require("expert_shared_count"),
+        "moe_intermediate_size": file.require("expert_feed_forward_length"),
+        "first_k_dense_replace": file.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": file.get("expert_weights_scale") or 1.0,
+        "norm_topk_prob": normalised,
+        "n_group": groups,
+        "topk_group": file.get("expert_group_used_count", 1),
+    }
+    if model_type == "deepseek_v2":
+        settings["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
     return settings
 
 

@@ -25,7 +25,7 @@ Array = npt.NDArray[np.float32]
 
 _DENSE = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 #: Supported architectures, by their names in GGUF. Mixtral is a "llama" with experts.
-ARCHITECTURES = (*_DENSE, "qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
+ARCHITECTURES = (*_DENSE, "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "deepseek2")
 #: Prefixes of the names of unsupported types with 1 to 3 bits per weight, although gguf-py can read them.
 _UNSUPPORTED_TYPES = ("IQ1", "IQ2", "IQ3", "TQ")
 #: Tables of rope factors, which are part of the config and not of the weights.

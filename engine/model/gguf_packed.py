@@ -40,7 +40,8 @@ def packing_of(file: GGUFFile, name: str) -> Packing | None:
         found = [file.tensors.get(f"{layer}.ffn_{part}{EXPERTS}.weight") for part in ("gate", "up", "down")]
         gate, up, down = (None if each is None else PACKINGS.get(each.tensor_type) for each in found)
         return PACKINGS[tensor.tensor_type] if gate is not None and gate == up and down is not None else None
-    return PACKINGS.get(tensor.tensor_type) if len(tensor.shape) == 2 and ".ffn_gate_inp" not in name else None
+    dense = len(tensor.shape) != 2 or ".ffn_gate_inp" in name or ".attn_kv_b." in name
+    return None if dense else PACKINGS.get(tensor.tensor_type)
 
 
 def packed_weights(file: GGUFFile, dtype_bytes: int) -> Weights:

@@ -38,6 +38,7 @@ class PreTokenizer:
     """Rules for splitting a text into words, before BPE splits the words into tokens."""
 
     pattern: str | None = None  # splits the text; None is GPT-2's pattern
+    first: tuple[str, ...] = ()  # patterns that split the text before `pattern`, one after the other
     digits: bool = False  # splits off every digit before the pattern applies
     nfc: bool = False  # normalises the text to Unicode NFC first of all
     ignore_merges: bool = False  # a word in the vocabulary becomes one token without merges
@@ -54,6 +55,15 @@ _TEKKEN = PreTokenizer(
 _GPT4O = PreTokenizer(
     "|".join((*(part.replace("{suffix}", f"{_CONTRACTIONS}?") for part in _CASED), r"\p{N}{1,3}", _CASED_TAIL))
 )
+_CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_PUNCTUATION = r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK = PreTokenizer(r"\p{N}+", (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _PUNCTUATION, r"\s+$", _CJK))
+_DEEPSEEK_CODER = PreTokenizer(r"\p{N}", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK))
+_DEEPSEEK_V3 = PreTokenizer(
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    (r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u30ff]+"),
+)
 
 #: Rules for each value of tokenizer.ggml.pre.
 SPLITS: Mapping[str, PreTokenizer] = {
@@ -67,6 +77,9 @@ SPLITS: Mapping[str, PreTokenizer] = {
     "dbrx": PreTokenizer(_LLAMA3.pattern),
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK_V3,
 }
 
 #: Qwen's added tokens that are text. Converters mark some of them as control tokens, which decoding would drop.
@@ -123,8 +136,8 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
     merges = [(left, right) for left, _, right in pairs]
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignore_merges))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
-    if split.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    patterns = (*split.first, split.pattern)
+    steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns if each is not None]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if split.nfc:

@@ -56,9 +56,20 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+_DEEPSEEK = _EXPERTS | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    **dict.fromkeys(("attn_kv_b", "attn_k_b", "attn_v_b"), "self_attn.kv_b_proj"),
+    "exp_probs_b": "mlp.gate.e_score_correction",
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
 _BY_ARCHITECTURE = {
     "gemma2": _SANDWICH_NORMS,
     "gemma3": _SANDWICH_NORMS,
+    "deepseek2": _DEEPSEEK,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "olmoe"), _EXPERTS),
     "gpt-oss": _EXPERTS
@@ -69,7 +80,7 @@ _BY_ARCHITECTURE = {
     },
 }
 #: Parts whose names in transformers have no ".weight", and have "_bias" instead of ".bias".
-_WITHOUT_SUFFIX = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "attn_sinks"})
+_WITHOUT_SUFFIX = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "attn_sinks", "exp_probs_b"})
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ADDED_ONE = ("gemma", "gemma2", "gemma3")
 
@@ -127,6 +138,9 @@ def _shape(file: GGUFFile, names: Sequence[str]) -> tuple[int, ...]:
 
 def _dense(file: GGUFFile, names: Sequence[str]) -> torch.Tensor:
     """Return the model's tensor that joins the tensors `names` of the file: gate and up, or a single one."""
+    if ".attn_k_b." in names[0]:  # [heads, R, N] and [heads, M, R], see kernels/latents.py
+        keys, values = (torch.from_numpy(dequantized(file, name)) for name in names)
+        return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
     if EXPERTS not in names[0]:
         values = torch.from_numpy(_restore(file, names[0])(dequantized(file, names[0])))
         return values[None] if "ffn_gate_inp_shexp" in names[0] and values.ndim == 1 else values

@@ -36,7 +36,7 @@ Q = GGMLQuantizationType
 SCALES = {Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q5_0: (0,), Q.Q5_1: (0, 2), Q.Q8_0: (0,)}
 SCALES |= {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.IQ4_NL: (0,), Q.IQ4_XS: (0,), Q.MXFP4: ()}
 #: Cases of gguf_files with matrices of all roles.
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 PACKED_CASES = ("llama tied", "llama untied", "llama biases", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 
 
@@ -116,7 +116,7 @@ def test_tokens_and_logits_equal_those_of_the_dequantised_model(case: str, tmp_p
     assert_same(kept, dense)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
 def test_the_plan_counts_experts_as_they_are_loaded(case: str, tmp_path: Path) -> None:
     model = load(tiny(tmp_path, case), packed=True)
     assert any(isinstance(module, PackedExperts) for module in model.modules())

@@ -84,7 +84,15 @@ CUTS = {
     "tekken": ["It", "'s", " ", "1", "2", "3", "4", "\n\n", " ", " next", " don", "'t", " HELLOworld"],
     "gpt-4o": ["It's", " ", "123", "4", "\n\n", " ", " next", " don't", " HELLOworld"],
 }
-SAME = {"olmo": "gpt-2", "starcoder": "smollm", "deepseek-r1-qwen": "qwen2", "dbrx": "llama-bpe"}
+CUTS["deepseek-llm"] = ["It", "'", "s", " ", "1234", "\n", "\n", " ", " next", " don", "'", "t", " HELLOworld"]
+CUTS["deepseek-coder"] = [*CUTS["deepseek-llm"][:4], *"1234", *CUTS["deepseek-llm"][5:]]
+SAME = {
+    "olmo": "gpt-2",
+    "starcoder": "smollm",
+    "deepseek-r1-qwen": "qwen2",
+    "dbrx": "llama-bpe",
+    "deepseek-v3": "llama-bpe",
+}
 
 
 @pytest.mark.parametrize("pre", SPLITS)

@@ -39,6 +39,17 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             }
         },
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        "deepseek2",
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+                **{"mscale": 0.707, "mscale_all_dim": 0.707},
+            }
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", "deepseek2", {}),
     "phi3": ("phi3", "phi3", {}),
     "phi3 window": ("phi3", "phi3", {"sliding_window": 8}),
     "phi3 partial rope": (
@@ -72,6 +83,16 @@ _LAYER_NAMES = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.kv_b_proj.keys": "attn_k_b",
+    "self_attn.kv_b_proj.values": "attn_v_b",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
 _GEMMA_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -105,11 +126,12 @@ def write_gguf(
     tied = model.config.tie_word_embeddings
     for name, parameter in model.state_dict().items():
         if not (tied and name.startswith("lm_head")):
-            for part, values_written in _parts(name, _changed(name, parameter.numpy(), model.config, arch), arch):
+            changed = _changed(name, parameter.numpy(), model.config, arch)
+            for part, values_written in _parts(name, changed, model.config, arch):
                 renamed = _gguf_name(part, arch)
                 kind = quantisation(renamed) if callable(quantisation) else quantisation
                 _write_tensor(
-                    writer, renamed, values_written, None if re.search("ffn_gate_inp|bias", renamed) else kind
+                    writer, renamed, values_written, None if re.search("ffn_gate_inp|bias|attn_k_b", renamed) else kind
                 )
     for name, table in (tensors or {}).items():
         _write_tensor(writer, name, table, None)
@@ -135,9 +157,12 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
         f"{arch}.rope.freq_base": float(rope["rope_theta"]),
         f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
     }
-    if head_dim != config.hidden_size // config.num_attention_heads:
+    if arch == "deepseek2":
+        values |= _latent_metadata(config, arch)
+    elif head_dim != config.hidden_size // config.num_attention_heads:
         values |= {f"{arch}.attention.key_length": head_dim, f"{arch}.attention.value_length": head_dim}
-    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+    counts = (getattr(config, f"{name}_experts", None) for name in ("num_local", "num", "n_routed"))
+    if experts := next(filter(None, counts), None):
         values |= {f"{arch}.expert_count": experts, f"{arch}.expert_used_count": config.num_experts_per_tok}
     for key, setting in (
         ("expert_feed_forward_length", "moe_intermediate_size"),
@@ -147,12 +172,30 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":
         values |= {f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": float(rope["factor"])}
         values[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        if "mscale_all_dim" in rope:
+            values[f"{arch}.rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None):
             values[f"{arch}.{key}"] = float(getattr(config, key))
     if arch in ("gemma2", "gemma3", "phi3", "gpt-oss") and config.sliding_window:
         values[f"{arch}.attention.sliding_window"] = config.sliding_window
     return values
+
+
+def _latent_metadata(config: Any, arch: str) -> dict[str, Any]:
+    """Return the keys of latent attention: for DeepSeek-V3 as newer versions of the converter write them."""
+    key, rope = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_rope_head_dim
+    values = {"attention.key_length": key, "attention.value_length": config.v_head_dim}
+    if config.model_type == "deepseek_v3":
+        values = {f"{name}_mla": value for name, value in values.items()}
+        values |= {"attention.key_length": config.kv_lora_rank + rope, "attention.value_length": config.kv_lora_rank}
+        values |= {"attention.head_count_kv": 1, "expert_gating_func": 2}
+    values |= {"attention.q_lora_rank": config.q_lora_rank, "attention.kv_lora_rank": config.kv_lora_rank}
+    values |= {"rope.dimension_count": rope, "leading_dense_block_count": config.first_k_dense_replace}
+    values |= {"expert_shared_count": config.n_shared_experts, "expert_weights_norm": bool(config.norm_topk_prob)}
+    values |= {"expert_weights_scale": float(config.routed_scaling_factor)}
+    values |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    return {f"{arch}.{name}": value for name, value in values.items()}
 
 
 def _vocabulary(tokenizer: Any, pre: str) -> dict[str, Any]:
@@ -199,8 +242,17 @@ def _write_tensor(
         writer.add_tensor(name, gguf.quantize(values, quantisation), raw_dtype=quantisation)
 
 
-def _parts(name: str, values: npt.NDArray[np.float32], arch: str) -> list[tuple[str, npt.NDArray[np.float32]]]:
+def _parts(
+    name: str, values: npt.NDArray[np.float32], config: Any, arch: str
+) -> list[tuple[str, npt.NDArray[np.float32]]]:
     """Return the tensors that the converter makes of one of the model's, with names that all have a suffix."""
+    if name.endswith("e_score_correction_bias"):
+        return [(f"{name.removesuffix('_bias')}.bias", values)]
+    if "kv_b_proj" in name and config.model_type == "deepseek_v3":  # as newer versions of the converter do
+        by_head = values.reshape(config.num_attention_heads, -1, values.shape[1])
+        keys, other = np.split(by_head, [config.qk_nope_head_dim], axis=1)
+        stem = name.removesuffix(".weight")
+        return [(f"{stem}.keys.weight", keys.swapaxes(1, 2)), (f"{stem}.values.weight", other)]
     if name.endswith("sinks"):
         return [(f"{name}.weight", values)]
     if "mlp.experts." not in name:
