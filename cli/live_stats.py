@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from llmsched.engine.stats import EngineStats
 
 
+#: Number of slowest requests in an answer.
+NUM_SLOWEST = 10
+
+
 def stats_body(before: Snapshot, now: Snapshot) -> dict[str, Any]:
     """Return the figures of the time between two snapshots, and the state at the second one.
 
@@ -32,8 +36,7 @@ def stats_body(before: Snapshot, now: Snapshot) -> dict[str, Any]:
             "ended": {reason.value: count - old.finished[reason] for reason, count in new.finished.items()},
         },
         "output_tokens_per_s": round((new.generation_tokens - old.generation_tokens) / window, 3),
-        "ttft_ms": _latency(before, now, "ttft"),
-        "itl_ms": _latency(before, now, "itl"),
+        **latencies(histograms(before, now)),
         "kv_blocks": {
             "total": new.blocks_total,
             "requests": new.blocks_used - new.blocks_pinned,
@@ -49,8 +52,22 @@ def stats_body(before: Snapshot, now: Snapshot) -> dict[str, Any]:
     }
 
 
-def _latency(before: Snapshot, now: Snapshot, name: str) -> dict[str, float | None]:
-    found = {f"p{percent}": now.latency(name, before, percent / 100) for percent in (50, 95, 99)}
+def histograms(before: Snapshot, now: Snapshot) -> dict[str, dict[str, float]]:
+    """Return the latencies between two snapshots: the counts of samples up to each bound in seconds, by name."""
+    return {name: {str(bound): count for bound, count in now.samples(name, before).items()} for name in now.buckets}
+
+
+def latencies(samples: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
+    """Return P50, P95 and P99 of `histograms(...)` in milliseconds, by name with the suffix _ms."""
+    return {
+        f"{name}_ms": _latency({float(bound): n for bound, n in counts.items()}) for name, counts in samples.items()
+    }
+
+
+def _latency(buckets: Mapping[float, float]) -> dict[str, float | None]:
+    from llmsched.engine.recent_stats import quantile
+
+    found = {f"p{percent}": quantile(buckets, percent / 100) for percent in (50, 95, 99)}
     return {share: None if value is None else round(1e3 * value, 3) for share, value in found.items()}
 
 

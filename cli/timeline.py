@@ -20,6 +20,11 @@ def timeline_body(timeline: Timeline) -> dict[str, Any]:
     return {"index": timeline.index, "entries": entries}
 
 
+def routed_entry(routing: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a timeline for the choice of a replica, which an ingress made before the request arrived."""
+    return _entry("routed", -1e-3 * routing["age_ms"], 0.0, routing)
+
+
 def read_timeline(body: Mapping[str, Any], start: float) -> Timeline:
     """Return the timeline of the first choice in a server's answer to a request that arrived at `start`."""
     from llmsched.engine.core import Timeline

@@ -99,8 +99,31 @@ def _computed(details: dict[str, Any]) -> str:
     return f"{words}; each step is kept within {within} for the tokens of {decoding} decoding requests"
 
 
+def _routed(details: dict[str, Any]) -> str:
+    words = f"to {details['replica']}: {details['reason']}"
+    candidates = details["candidates"]
+    if candidates and candidates[0]["replica"] != details["replica"]:
+        words += f" (to within {details['tie_ms']:g} ms; then the emptier cache wins)"
+    if told := [_candidate(each) for each in candidates]:
+        words += f"; expected TTFT {'; '.join(told)}"
+        if more := details["num_candidates"] - len(told):
+            words += f"; {more} more later"
+    if refused := details["refused_by"]:
+        words += f"; refused by {', '.join(refused)} before"
+    return words
+
+
+def _candidate(candidate: dict[str, Any]) -> str:
+    ttft, queue, prefill = (human_seconds(candidate[f"{name}_ms"] / 1e3) for name in ("ttft", "queue", "prefill"))
+    return (
+        f"{ttft} at {candidate['replica']} ({queue} queue, {prefill} prefill with {candidate['cached_tokens']} tokens "
+        f"cached, reported {human_seconds(candidate['age_ms'] / 1e3)} ago)"
+    )
+
+
 #: Functions that put the details of a scheduler's decision or of a client's event into words, by the name of the entry.
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "routed": _routed,
     "queued": lambda d: f"{d['ahead']} waiting, {d['running']} running",
     "adapter": lambda d: f"computed with the LoRA adapter {d['name']}",
     "held back": lambda d: str(d["reason"]),

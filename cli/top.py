@@ -134,6 +134,7 @@ def _show(url: str, figures: Mapping[str, Any]) -> None:
         for latency in (figures[f"{name}_ms"],)
     ]
     render.table("latency", ("", *(name.upper() for name in figures["ttft_ms"])), rows)
+    _show_replicas(figures.get("replicas") or {})
     _show_slowest(figures)
 
 
@@ -162,6 +163,27 @@ def _show_memory(figures: Mapping[str, Any]) -> None:
             f"prefix cache  hit rate {cache['hit_rate']:.1%}: {cache['hit_tokens']:,} of {cache['queried_tokens']:,} "
             f"prompt tokens; requests by result: {reasons}"
         )
+
+
+def _show_replicas(replicas: Mapping[str, Mapping[str, Any]]) -> None:
+    rows = []
+    for name, figures in replicas.items():
+        blocks, hit_rate, ttft = figures["kv_blocks"], figures["prefix_cache"]["hit_rate"], figures["ttft_ms"]["p99"]
+        held = blocks["requests"] + blocks["pinned"]
+        rows.append(
+            (
+                name,
+                figures["status"],
+                *(f"{figures['requests'][state]:,}" for state in ("running", "waiting")),
+                three_figures(figures["output_tokens_per_s"]),
+                f"{held / blocks['total']:.0%}" if blocks["total"] else "-",
+                "-" if hit_rate is None else f"{hit_rate:.0%}",
+                "-" if ttft is None else render.human_seconds(ttft / 1e3),
+            )
+        )
+    if rows:
+        columns = ("", "state", "running", "waiting", "output tokens/s", "KV", "prefix hits", "P99 TTFT")
+        render.table("replicas", columns, rows, text_columns=2)
 
 
 def _show_slowest(figures: Mapping[str, Any]) -> None:

@@ -29,13 +29,13 @@ class Snapshot:
     stats: EngineStats
     buckets: Mapping[str, Buckets]  # by name in LATENCIES
 
-    def latency(self, name: str, since: Snapshot, share: float) -> float | None:
-        """Return a quantile in seconds of the samples that were added since an earlier snapshot, or None without any.
+    def samples(self, name: str, since: Snapshot) -> dict[float, float]:
+        """Return the cumulative counts, by upper bound in seconds, of the samples added since an earlier snapshot.
 
         `name` is a key of LATENCIES.
         """
         before = since.buckets[name]
-        return quantile({bound: count - before[bound] for bound, count in self.buckets[name].items()}, share)
+        return {bound: count - before[bound] for bound, count in self.buckets[name].items()}
 
 
 class RecentStats:

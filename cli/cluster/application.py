@@ -18,6 +18,8 @@ from llmsched.engine.routing.replica_state import PUBLISH_SECONDS
 ROUTER = "llmsched.cli.cluster.request_router.PrefixRequestRouter"
 #: Requests that Ray Serve hands to one replica at a time. The replica's own max_queue_size refuses the rest.
 _MAX_ONGOING = 100_000
+#: Attempts to start a replica before the application counts as failed.
+_STARTS = 2
 
 
 def build(arguments: dict[str, Any]) -> Application:
@@ -32,6 +34,7 @@ def build(arguments: dict[str, Any]) -> Application:
     engines = serve.deployment(EngineReplica).options(
         name="replica",
         max_ongoing_requests=_MAX_ONGOING,
+        max_constructor_retry_count=_STARTS,
         graceful_shutdown_timeout_s=spec.grace_period,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
@@ -48,6 +51,8 @@ def build(arguments: dict[str, Any]) -> Application:
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=spec.grace_period,
         ray_actor_options={"num_cpus": 0},  # replicas may take all cores
+        max_constructor_retry_count=_STARTS,
+        max_surge_percent=100,  # in an update, the new ingress starts before the old one stops
     )
     settings = spec.as_arguments()
     return ingress.bind(settings, engines.bind(settings))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from llmsched.cli.cluster import routed_call
 from llmsched.cli.cluster.forwarded_request import ForwardedRequest
 from llmsched.cli.cluster.replica import REPLICA_HEADER
-from llmsched.cli.cluster.routed_call import RoutedCall, known_replicas
+from llmsched.cli.cluster.routed_call import RoutedCall
 from llmsched.cli.serve.api_errors import ApiError
 from llmsched.cli.serve.http_body import until_disconnect
 from llmsched.engine.routing.rules import RoutedPrompt
@@ -29,24 +33,27 @@ class ForwardedAnswer(Response):
     """Answer of a replica. If the replica refuses the request or dies before the first token, another replica gets it.
 
     The start of an answer is held back until its first token, because an answer that the client has begun to receive
-    cannot come from another replica.
+    cannot come from another replica. If every replica refuses, the client gets the refusal that asks for the shortest
+    wait. `arrival` is the time at which the request arrived, in seconds of the monotonic clock.
     """
 
-    def __init__(self, replicas: DeploymentHandle, prompt: RoutedPrompt, request: ForwardedRequest) -> None:
+    def __init__(
+        self, replicas: DeploymentHandle, prompt: RoutedPrompt, request: ForwardedRequest, arrival: float
+    ) -> None:
         self.background = None
-        self._replicas, self._prompt, self._request = replicas, prompt, request
+        self._replicas, self._prompt, self._request, self._arrival = replicas, prompt, request, arrival
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await until_disconnect(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tried: set[str] = set()
+        refusals: dict[str, _Refusal] = {}
         failures = 0
-        while failures <= max(1, len(known_replicas)):
+        while failures <= max(1, len(routed_call.known_replicas)):
             attempt = _Attempt(send)
             try:
-                async with aclosing(self._messages(tuple(tried))) as messages:
-                    refusing = await attempt.pass_on(messages, tried)
+                async with aclosing(self._messages(tuple(refusals))) as messages:
+                    refusal = await attempt.pass_on(messages)
             except RayError as error:
                 logger.warning("a replica failed in a request to %s: %s", self._request.path, error)
                 if attempt.has_begun:
@@ -54,13 +61,19 @@ class ForwardedAnswer(Response):
                     return
                 failures += 1
                 continue
-            if refusing is None:
+            if refusal is None:
                 return
-            tried.add(refusing)
+            has_refused_before = refusal.replica in refusals
+            refusals[refusal.replica] = refusal
+            if has_refused_before or not routed_call.known_replicas - refusals.keys():
+                for message in min(refusals.values(), key=_Refusal.order).messages:
+                    await send(message)
+                return
         await _LOST.response()(scope, receive, send)
 
     async def _messages(self, tried: tuple[str, ...]) -> AsyncGenerator[Message, None]:
-        response = self._replicas.answer.remote(RoutedCall(self._prompt, tried), self._request)
+        call = RoutedCall(self._prompt, tried, arrival=self._arrival)
+        response = self._replicas.answer.remote(call, self._request)
         try:
             async for messages in response:
                 for message in messages:
@@ -71,6 +84,20 @@ class ForwardedAnswer(Response):
             response.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Answer with which a replica refuses a request that another replica may accept."""
+
+    replica: str
+    messages: Sequence[Message]
+
+    def order(self) -> tuple[bool, float]:
+        """Return a key by which a full queue comes before a replica that shuts down, and a short wait before others."""
+        start = self.messages[0]
+        wait = Headers(raw=start["headers"]).get("retry-after", "")
+        return start["status"] != _REFUSALS[0], float(wait) if wait.isdigit() else math.inf
+
+
 class _Attempt:
     """Attempt to pass on the answer of one replica. `has_begun` is True once something was sent to the client."""
 
@@ -78,32 +105,46 @@ class _Attempt:
         self.has_begun = False
         self._send = send
 
-    async def pass_on(self, messages: AsyncIterator[Message], tried: set[str]) -> str | None:
-        """Send the messages. If they refuse the request and a replica is left to try, return the refusing replica."""
+    async def pass_on(self, messages: AsyncIterator[Message]) -> _Refusal | None:
+        """Send the messages to the client or, if they refuse the request, return them."""
         held: list[Message] = []
+        refusing: str | None = None
         async for message in messages:
             if self.has_begun:
                 await self._send(message)
                 continue
             held.append(message)
-            refusing = replica_of(message) if message.get("status") in _REFUSALS else None
-            if refusing is not None and len(tried | {refusing}) < len(known_replicas):
-                return refusing
-            if _is_first_output(held):
+            refusing = replica_of(held[0]) if held[0].get("status") in _REFUSALS else None
+            if refusing is None and _is_first_output(held):
                 self.has_begun = True
                 for each in held:
                     await self._send(each)
-        return None
+        return _Refusal(refusing, held) if refusing is not None else None
 
 
-async def whole_answer(replicas: DeploymentHandle, call: RoutedCall, request: ForwardedRequest) -> tuple[str, str]:
-    """Return the name of the replica that answers, and the text of its answer."""
-    name, body = "", b""
-    async for messages in replicas.answer.remote(call, request):
-        for message in messages:
-            name = replica_of(message) or name
-            body += message.get("body", b"")
-    return name, body.decode()
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """Whole answer of a replica."""
+
+    replica: str
+    status: int
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes
+
+    @classmethod
+    async def to(cls, replicas: DeploymentHandle, call: RoutedCall, request: ForwardedRequest) -> WholeAnswer:
+        """Return the answer to a request. Raises RayError if there is none."""
+        messages = [each async for part in replicas.answer.remote(call, request) for each in part]
+        start, body = messages[0], b"".join(message.get("body", b"") for message in messages)
+        return cls(replica_of(start) or "", start["status"], start["headers"], body)
+
+    def response(self) -> Response:
+        kept = {name: value for name, value in Headers(raw=list(self.headers)).items() if name not in _OF_RAY}
+        return Response(self.body, self.status, kept)
+
+
+#: Headers that Ray Serve or the response adds.
+_OF_RAY = ("x-request-id", "content-length")
 
 
 def _is_first_output(held: list[Message]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,11 +12,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
 from llmsched.cli.serve.http_body import cancel
+from llmsched.cli.serve.request_context import IngressFacts
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """HTTP request whose body has been read."""
+    """HTTP request whose body has been read. `token_ids` are those of its prompts, encoded, if they are known."""
 
     method: str
     path: str
@@ -24,17 +26,22 @@ class ForwardedRequest:
     body: bytes
     client: tuple[str, int] | None = None
     root_path: str = ""
+    token_ids: tuple[bytes, ...] = ()
 
     @classmethod
-    def of(cls, request: Request, body: bytes) -> Self:
-        """Return a request in a form that can be sent to a replica. Its body has been read."""
+    def of(cls, request: Request, body: bytes = b"", token_ids: tuple[bytes, ...] = (), query: bytes = b"") -> Self:
+        """Return a request in a form that can be sent to a replica, with the query string `query` or else its own."""
         scope = request.scope
         client = None if request.client is None else (request.client.host, request.client.port)
         headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
-        query, root = scope.get("query_string", b""), scope.get("root_path", "")
-        return cls(request.method, scope["path"], query, headers, body, client, root)
+        query, root = query or scope.get("query_string", b""), scope.get("root_path", "")
+        return cls(request.method, scope["path"], query, headers, body, client, root, token_ids)
 
-    def scope(self) -> dict[str, Any]:
+    def prompts(self) -> list[list[int]] | None:
+        """Return the token ids of the prompts, or None if they are not known."""
+        return [array("i", encoded).tolist() for encoded in self.token_ids] or None
+
+    def scope(self, ingress: IngressFacts) -> dict[str, Any]:
         """Return the ASGI scope of the request."""
         return {
             "type": "http",
@@ -49,11 +56,13 @@ class ForwardedRequest:
             "headers": list(self.headers),
             "client": self.client,
             "server": None,
-            "state": {"write_now": lambda part: False},
+            "state": {"write_now": lambda part: False, "ingress": ingress},
         }
 
 
-async def call_app(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+async def call_app(
+    app: ASGIApp, request: ForwardedRequest, ingress: IngressFacts
+) -> AsyncGenerator[list[Message], None]:
     """Yield the messages of the application's response, in lists of all messages that are ready at that time.
 
     If the generator is closed early, the application sees a disconnected client.
@@ -75,7 +84,7 @@ async def call_app(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[li
 
     async def run() -> None:
         try:
-            await app(request.scope(), receive, send)
+            await app(request.scope(ingress), receive, send)
         finally:
             messages.put_nowait(None)
 

@@ -16,7 +16,9 @@ from llmsched.cli.cluster.forwarded_request import ForwardedRequest, call_app
 from llmsched.cli.cluster.replica_spec import ReplicaSpec
 from llmsched.cli.cluster.routed_call import RoutedCall
 from llmsched.cli.serve.app import build_app
+from llmsched.cli.serve.lifecycle import favour_latency
 from llmsched.cli.serve.middleware import RequestIds
+from llmsched.cli.serve.request_context import IngressFacts
 from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.build import build_engine
 from llmsched.engine.progress import silent
@@ -40,18 +42,33 @@ class EngineReplica:
         name = spec.model_name or engine.model.name
         self._app = RequestIds(build_app(self._service, name, spec.access(), spec.limits, notation, ui=spec.ui))
         self._wait = 0.0
-        self._name = serve.get_replica_context().replica_id.unique_id.encode()
+        self._name = serve.get_replica_context().replica_id.unique_id
+        favour_latency()
 
     async def answer(self, call: RoutedCall, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        """Yield the ASGI messages of the answer. The router reads `call`."""
-        async for messages in call_app(self._app, request):
+        """Yield the ASGI messages of the answer. The router reads `call`.
+
+        Raises LookupError if another replica, which has gone, was to answer.
+        """
+        if call.only not in (None, self._name):
+            raise LookupError(f"replica {call.only} has gone")
+        async for messages in call_app(self._app, request, self._facts(call, request)):
             for message in messages:
                 if message["type"] == "http.response.start":
-                    message["headers"] = [*message["headers"], (REPLICA_HEADER, self._name)]
+                    message["headers"] = [*message["headers"], (REPLICA_HEADER, self._name.encode())]
             yield messages
+
+    def _facts(self, call: RoutedCall, request: ForwardedRequest) -> IngressFacts:
+        if call.routing is None:
+            return IngressFacts(request.prompts())
+        routing = dict(call.routing)
+        if routing["replica"] != self._name:
+            routing |= {"replica": self._name, "reason": f"{routing['replica']} did not respond"}
+        return IngressFacts(request.prompts(), routing["age_ms"] / 1e3, routing)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the state for the router. Ray Serve calls this in intervals."""
+        self._service.recent.sample()
         state = await self._service.call(lambda core: self._reporter.report(time.time()))
         self._wait = max(state.backlog_seconds, state.seconds_to_admission(state.num_waiting))
         return {**asdict(state), "prefixes": b"".join(state.prefixes)}

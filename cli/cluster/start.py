@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ from llmsched.cli.cluster.cluster_flags import ClusterFlags
 from llmsched.cli.cluster.replica_spec import APP_NAME, ReplicaSpec
 from llmsched.cli.serve.access import are_loopback
 from llmsched.cli.serve.lifecycle import listen
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import ConfigError, LlmschedError
+from llmsched.engine.model.source import locate
 
 #: Import path of the function that builds the application.
 BUILDER = "llmsched.cli.cluster.application:build"
@@ -22,14 +24,23 @@ def start_replicas(spec: ReplicaSpec, flags: ClusterFlags, host: str, port: int)
 
     Raises LlmschedError if Ray is missing or does not start.
     """
+    if port == 0 and (flags.emit is not None or flags.ray_address is not None):
+        raise ConfigError(
+            "port", "must be above 0 with --emit and --ray-address: replicas on other machines listen on it"
+        )
     if flags.emit is not None:
         render.say(serve_config(spec, flags, host, port), wrap=False)
         return
-    listeners = listen(host, port)
-    port = listeners[0].getsockname()[1]
-    spec = replace(spec, loopback=are_loopback(listeners))
-    for listener in listeners:
-        listener.close()
+    if flags.ray_address is None:
+        listeners = listen(host, port)
+        port = listeners[0].getsockname()[1]
+        spec = replace(spec, loopback=are_loopback(listeners))
+        for listener in listeners:
+            listener.close()
+        with render.progress_bar() as progress:
+            locate(spec.config.model, progress)  # fails now if the model is missing
+    else:
+        spec = replace(spec, loopback=False)
     try:
         from llmsched.cli.cluster.run import serve_replicas
     except ImportError as missing:
@@ -41,7 +52,7 @@ def application_arguments(spec: ReplicaSpec, flags: ClusterFlags) -> dict[str, A
     """Return the builder's arguments as JSON values. A replica gets a GPU, or a share of this machine's cores."""
     assert flags.replicas is not None
     share = (os.cpu_count() or 1) / flags.replicas.most
-    cores = {"num_cpus": int(share) if share >= 1 else round(share, 3)}
+    cores = {"num_cpus": int(share) if share >= 1 else math.floor(1000 * share) / 1000}
     return {
         **spec.as_arguments(),
         "replicas": str(flags.replicas),

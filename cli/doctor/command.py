@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,12 +59,12 @@ def doctor(
     document: dict[str, Any] = {}
     found: list[Finding] = []
     if target is not None or not system:
-        evidence = _evidence(target or DEFAULT_URL, watch, api_key)
-        diagnosis = diagnose(evidence)
-        found += diagnosis.findings
-        document |= _as_json(evidence, diagnosis)
+        evidence, replicas = _evidence(target or DEFAULT_URL, watch, api_key)
+        diagnosis, of_replicas = diagnose(evidence), _of_replicas(replicas)
+        found += [*diagnosis.findings, *(finding for one in of_replicas.values() for finding in one.findings)]
+        document |= _as_json(evidence, diagnosis) | _replicas_json(replicas, of_replicas)
         if not as_json:
-            _show(evidence, diagnosis)
+            _show(evidence, diagnosis, of_replicas)
     elif watch is not None:
         raise LlmschedError("--watch needs a running server; name its URL, or leave out --watch")
     if system:
@@ -78,12 +78,13 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _evidence(target: str, watch: float | None, api_key: str | None) -> Evidence:
-    """Read the figures of a server or a saved run. Raises LlmschedError if there are none."""
+def _evidence(target: str, watch: float | None, api_key: str | None) -> tuple[Evidence, list[Evidence]]:
+    """Read the figures of a server and its replicas, or of a saved run. Raises LlmschedError if there are none."""
     url = server_url(target)
+    replicas: list[Evidence] = []
     if url is not None:
         with server_client(url, api_key) as client:
-            evidence = live_evidence(client, watch)
+            evidence, replicas = live_evidence(client, watch)
     elif watch is not None:
         raise LlmschedError(f"--watch: {target} is a saved run; only a running server can be watched")
     else:
@@ -93,7 +94,11 @@ def _evidence(target: str, watch: float | None, api_key: str | None) -> Evidence
         raise LlmschedError(
             f"{evidence.source}: no request has ended {when}, so there is nothing to judge; send a load"
         )
-    return evidence
+    return evidence, replicas
+
+
+def _of_replicas(replicas: Sequence[Evidence]) -> dict[str, Diagnosis]:
+    return {evidence.source: diagnose(evidence) for evidence in replicas if evidence.total}
 
 
 def _as_json(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
@@ -106,11 +111,27 @@ def _as_json(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _show(evidence: Evidence, diagnosis: Diagnosis) -> None:
+def _replicas_json(replicas: Sequence[Evidence], diagnoses: Mapping[str, Diagnosis]) -> dict[str, Any]:
+    if not replicas:
+        return {}
+    return {"replicas": [_as_json(each, diagnoses.get(each.source, Diagnosis([], []))) for each in replicas]}
+
+
+def _show_replicas(whole: Diagnosis, diagnoses: Mapping[str, Diagnosis]) -> None:
+    """Print what is wrong with single replicas, except for what is wrong with all of them together."""
+    known = {finding.rule for finding in whole.findings}
+    for source, diagnosis in diagnoses.items():
+        if more := [finding for finding in diagnosis.findings if finding.rule not in known]:
+            render.say(f"{source} alone:")
+            _show_findings(more)
+
+
+def _show(evidence: Evidence, diagnosis: Diagnosis, of_replicas: Mapping[str, Diagnosis]) -> None:
     origin = "MEASURED" if evidence.measured else "SIMULATED"
     render.say(f"{origin} {evidence.source}: {evidence.total} requests, {len(RULES)} rules")
     _show_findings(diagnosis.findings)
-    if not diagnosis.findings:
+    _show_replicas(diagnosis, of_replicas)
+    if not diagnosis.findings and not any(one.findings for one in of_replicas.values()):
         render.say("nothing is wrong")
     if diagnosis.unchecked:
         few = f"; shares need {MIN_REQUESTS} requests" if evidence.total < MIN_REQUESTS else ""

@@ -23,6 +23,8 @@ _REFUSALS = ("refused", "http 400", "http 413", "http 429")
 _INVALID = ("invalid_request", "invalid_api_key")
 #: Reasons of a server for the end of requests that did not end well.
 _BADLY = ("abort", "error", "deadline")
+#: Metrics whose values are those of one engine: the number of KV blocks and their size, the limit on running requests.
+_POOL, _LIMIT = "cache_config_info", "max_running_requests"
 #: Number of samples of a server's state, and the seconds between two.
 _SAMPLES, _INTERVAL_S = 5, 0.2
 
@@ -43,7 +45,7 @@ class Evidence:
     itl_p99: float | None = None
     kv_share: float | None = None  # mean share of KV memory that requests hold
     kv_waste: float | None = None  # share of this memory that holds no KV yet
-    kv_tokens: int | None = None  # tokens for which there is KV memory
+    kv_tokens: int | None = None  # tokens for which there is KV memory; this and the next two are those of a replica
     running: float | None = None  # mean number of running requests
     max_running: int | None = None  # limit on running requests
     max_model_len: int | None = None
@@ -131,22 +133,30 @@ def _of_report(report: Mapping[str, Any], source: str) -> Evidence:
     )
 
 
-def live_evidence(client: httpx.Client, watch: float | None) -> Evidence:
+def live_evidence(client: httpx.Client, watch: float | None) -> tuple[Evidence, list[Evidence]]:
     """Read the figures of a running server, since its start or, with `watch`, of the next `watch` seconds.
 
-    Raises LlmschedError if the server has no metrics that `doctor` knows.
+    Return those of the whole server, and those of each replica if it has replicas. Raises LlmschedError if the server
+    has no metrics that `doctor` knows.
     """
-    before = _metrics(client)
+    looks = [_metrics(client)]
     end = time.monotonic() + (watch or 0.0)
-    states = [before.sample(0.0)]
-    while len(states) < _SAMPLES or time.monotonic() < end:
+    while len(looks) < _SAMPLES or time.monotonic() < end:
         time.sleep(_INTERVAL_S)
-        after = _metrics(client)
-        states.append(after.sample(0.0))
-    metrics = after.since(before) if watch else after
+        looks.append(_metrics(client))
     body = _json(client, "/v1/cache")
     cards = (_json(client, "/v1/models") or {}).get("data") or [{}]
-    return of_metrics(metrics, [state for state in states if state is not None], str(client.base_url), body, cards[0])
+
+    def seen(looks: Sequence[ServerMetrics], source: str, cache: Any) -> Evidence:
+        metrics = looks[-1].since(looks[0]) if watch else looks[-1]
+        states = [state for look in looks if (state := look.sample(0.0)) is not None]
+        return of_metrics(metrics, states, source, cache, cards[0])
+
+    by_replica = [look.by_replica() for look in looks]
+    replicas = [
+        seen([look[name] for look in by_replica if name in look], f"replica {name}", None) for name in by_replica[-1]
+    ]
+    return seen(looks, str(client.base_url), body), replicas
 
 
 def of_metrics(
@@ -170,8 +180,10 @@ def of_metrics(
     busy = [state for state in states if state.running]
     held = [state.kv_held for state in busy if state.kv_held is not None]
     waste = [state.kv_empty / state.kv_held for state in busy if state.kv_held and state.kv_empty is not None]
-    sizes = [metrics.label("cache_config_info", name) for name in ("block_size", "num_gpu_blocks")]
-    longest, limit = (card or {}).get("max_model_len"), metrics.total("max_running_requests")
+    pools = [[labels.get(name) for name in ("block_size", "num_gpu_blocks")] for labels in metrics.labels(_POOL)]
+    sizes = [int(size) * int(blocks) for size, blocks in pools if size and blocks]
+    longest, limit = (card or {}).get("max_model_len"), metrics.total(_LIMIT)
+    num_engines = len(metrics.labels(_LIMIT)) or 1
     return Evidence(
         source=source,
         finished=int(sum(count for reason, count in ended.items() if reason not in _BADLY)),
@@ -184,9 +196,9 @@ def of_metrics(
         itl_p99=_quantile(metrics, 0.99, *itl),
         kv_share=fmean(held) if held else None,
         kv_waste=fmean(waste) if waste else None,
-        kv_tokens=int(sizes[0]) * int(sizes[1]) if sizes[0] and sizes[1] else None,
-        running=fmean(state.running for state in busy) if busy else None,
-        max_running=None if limit is None else int(limit),
+        kv_tokens=round(fmean(sizes)) if sizes else None,
+        running=fmean(state.running for state in busy) / num_engines if busy else None,
+        max_running=None if limit is None else int(limit / num_engines),
         max_model_len=longest if isinstance(longest, int) else None,
         request_tokens_p99=sum(p99s)
         if len(p99s) == len(lengths)

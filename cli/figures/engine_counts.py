@@ -40,6 +40,7 @@ class EngineCounts:
     prompt_change: ChangingToken | None = None  # of the latest prompts
     #: Rows with a draft of speculative decoding, their draft tokens, and those that became output (see DRAFT_COUNTS).
     drafts: Mapping[str, int] | None = None
+    replicas: Mapping[str, int] | None = None  # finished requests by replica; None without replicas
 
     def since(self, before: EngineCounts) -> EngineCounts:
         """Return what was counted after `before`. A count that fell (the server restarted) is None."""
@@ -50,6 +51,7 @@ class EngineCounts:
             _differences(self.prefix_misses, before.prefix_misses),
             self.prompt_change,
             _differences(self.drafts, before.drafts),
+            _differences(self.replicas, before.replicas),
         )
 
     @classmethod
@@ -60,7 +62,7 @@ class EngineCounts:
             values = [getattr(one, name) for one in counts]
             return None if not values or None in values else add(values)
 
-        plain, by_key = ("preemptions", "late_compilations"), ("waited", "prefix_misses", "drafts")
+        plain, by_key = ("preemptions", "late_compilations"), ("waited", "prefix_misses", "drafts", "replicas")
         sums = {name: total(name, sum) for name in plain} | {name: total(name, _summed) for name in by_key}
         return cls(**sums, prompt_change=next((one.prompt_change for one in counts if one.prompt_change), None))
 

@@ -163,6 +163,11 @@ def _drafts_text(_: Experiment, figures: Measurement) -> str | None:
     return f"{counts.acceptance:.1%} of {counts.drafts['draft_tokens']}, {counts.tokens_per_draft:.2f} tokens per draft"
 
 
+def _replicas_text(_: Experiment, figures: Measurement) -> str | None:
+    counts = figures.run.counts.replicas or {}
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or None
+
+
 def _define(*terms: str) -> dict[str, str]:
     return {term: {**DEFINITIONS, **kv_memory.DEFINITIONS}[term] for term in terms}
 
@@ -268,6 +273,7 @@ FIGURES: tuple[Figure, ...] = (
     _row("client lag P99", lambda e, m: format_value(m.client.send.p99, "ms")),
     _row("peak KV", _peak_kv_text, "peak KV"),
     _row("peak memory", _peak_memory_text, "peak memory"),
+    _row("requests by replica", _replicas_text),
     _goodput(
         "goodput_rps", "/s", lambda good: good.requests_per_s, _GOODPUT | _RATIOS, "goodput, requests/s", "goodput"
     ),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from llmsched.cli.serve.api_errors import ApiError, api_error, json_response
 from llmsched.cli.serve.api_keys import ApiKey
 from llmsched.cli.serve.choice_formats import ChatFormat, ChoiceFormat, CompletionFormat, TokenWriter
 from llmsched.cli.serve.completion_response import AnswerFailedError, CompletionResponse
-from llmsched.cli.serve.explain_route import AnswerIds, explain_route
+from llmsched.cli.serve.explain_route import LatestAnswers, explain_route
 from llmsched.cli.serve.health_routes import health_routes
 from llmsched.cli.serve.http_body import read_body, until_disconnect
 from llmsched.cli.serve.http_limits import HttpLimits
@@ -26,7 +26,7 @@ from llmsched.cli.serve.key_budgets import KeyBudgets
 from llmsched.cli.serve.middleware import with_cors
 from llmsched.cli.serve.openapi import describe, with_body
 from llmsched.cli.serve.prefix_routes import prefix_cache_routes
-from llmsched.cli.serve.preparation_turns import PreparationTurns, Work
+from llmsched.cli.serve.preparation_turns import SMALL_BYTES, PreparationTurns, Work
 from llmsched.cli.serve.prompt_preparation import PreparedPrompt, Preparer
 from llmsched.cli.serve.protocol import (
     MAX_VALUES,
@@ -41,6 +41,7 @@ from llmsched.cli.serve.request_context import (
     CLASS_HEADER,
     DEADLINE_HEADER,
     RequestContext,
+    ingress_facts,
     priority_of,
     seconds_allowed,
 )
@@ -67,8 +68,6 @@ _ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /to
 _MODEL_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 #: Request bodies that /openapi.json describes.
 _BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest)
-#: Bodies up to this size are parsed at once; larger ones take turns.
-_SMALL_BYTES = 64 << 10
 #: Most names that the error for an unknown model lists.
 MAX_NAMES = 8
 
@@ -99,8 +98,8 @@ def build_app(
     served = _ServedModel(engine, model_name, limits or HttpLimits(), notation, observers)
     for router in (
         _model_routes(served),
-        tokenize_routes(engine.core, served.preparer, served.prepare),
-        explain_route(engine, served.answer_ids, served.limits.max_choices),
+        tokenize_routes(engine.core, served.preparer.prompt_tokenizer, served.prepare),
+        explain_route(engine, served.answer_ids, served.routings, served.limits.max_choices),
         stats_route(engine, model_name),
     ):
         app.include_router(router, dependencies=[Depends(access.client)])
@@ -181,7 +180,8 @@ class _ServedModel:
     ) -> None:
         self.limits = limits
         self.preparer = Preparer(engine.core, notation)
-        self.answer_ids = AnswerIds()
+        self.answer_ids = LatestAnswers[str]()
+        self.routings = LatestAnswers[Mapping[str, Any]]()
         self._key_budgets = KeyBudgets(engine.core.metrics)
         self._observers = observers
         self._engine = engine
@@ -231,7 +231,7 @@ class _ServedModel:
         that is too large, and ClientDisconnect if the client disconnects before all items are collected.
         """
         body = await read_body(http, self.limits.max_body_size)
-        large = len(body) > _SMALL_BYTES
+        large = len(body) > SMALL_BYTES
         max_values = MAX_VALUES + self._engine.core.config.max_model_len
 
         def parsed() -> Iterator[R]:
@@ -248,22 +248,31 @@ class _ServedModel:
         self,
         http: Request,
         schema: type[G],
-        prepare: Callable[[G], Iterator[PreparedPrompt]],
+        prepare: Callable[[G, Sequence[list[int]] | None], Iterator[PreparedPrompt]],
         make_format: Callable[[G, list[PreparedPrompt], TokenWriter], ChoiceFormat],
     ) -> Response:
         arrival = self._begin(http)
-        request, prompts = await self.prepare(http, schema, prepare)
+        request, prompts = await self._prepare_prompts(http, schema, prepare)
         return await self._respond(http, arrival, make_format(request, prompts, self._writer), CompletionResponse)
 
     async def answer_response(self, http: Request) -> Response:
         """Answer a request to /v1/responses."""
         arrival = self._begin(http)
-        request, prompts = await self.prepare(http, ResponsesRequest, self.preparer.response)
+        request, prompts = await self._prepare_prompts(http, ResponsesRequest, self.preparer.response)
         choice_format = ResponsesFormat(request.chat, prompts, self._writer)
         return await self._respond(http, arrival, choice_format, partial(ResponsesAnswer, request))
 
+    async def _prepare_prompts(
+        self,
+        http: Request,
+        schema: type[R],
+        prepare: Callable[[R, Sequence[list[int]] | None], Iterator[PreparedPrompt]],
+    ) -> tuple[R, list[PreparedPrompt]]:
+        known = ingress_facts(http).prompts
+        return await self.prepare(http, schema, lambda request: prepare(request, known))
+
     def _begin(self, http: Request) -> float:
-        """Return the time at which the request arrived, on the engine's clock.
+        """Return the time at which the request arrived, here or at the ingress, on the engine's clock.
 
         Raises EngineDeadError or QueueFullError if the server takes no requests now, and ApiError 429 if the sender's
         API key has used up its budget.
@@ -273,7 +282,7 @@ class _ServedModel:
         self._engine.check_queue()
         if (key := http.state.api_key) is not None:
             self._key_budgets.begin(key)
-        return self._engine.core.clock()
+        return self._engine.core.clock() - ingress_facts(http).age
 
     async def _respond(
         self,
@@ -315,6 +324,8 @@ class _ServedModel:
             await self._check_deadline(choice_format, model_name, context)
         response = make_response(self._engine, choice_format, model_name, context)
         self.answer_ids.add(http.state.request_id, response.id)
+        if (routing := ingress_facts(http).routing) is not None:
+            self.routings.add(response.id, routing)
         limits: dict[str, str] = {}
         if key is not None:
             num_tokens = sum(len(prompt.token_ids) for prompt in choice_format.prompts)

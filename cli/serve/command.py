@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -214,7 +213,7 @@ def serve(
     from llmsched.cli.serve.access import Access, are_loopback, checked_key
     from llmsched.cli.serve.api_keys import KeyFile
     from llmsched.cli.serve.detached_output import detached_output
-    from llmsched.cli.serve.lifecycle import listen
+    from llmsched.cli.serve.lifecycle import favour_latency, listen
     from llmsched.cli.serve.middleware import read_origins
     from llmsched.cli.serve.prefix_routes import pin_prefixes, read_prefixes
     from llmsched.engine.metrics import check_prefix
@@ -256,11 +255,7 @@ def serve(
             render.warn(f"the measured memory could not be saved in the profile: {problem}")
         engine.prefixes.changes.quote_prompts = flags.show_prompt_text
         pin_prefixes(engine, prefixes, flags.served_model_name)
-        # The objects loaded so far live until the end: keep the garbage collector from scanning them between tokens.
-        gc.collect()
-        gc.freeze()
-        # A full scan of the objects of thousands of streams takes 0.1 s, so that it must be rare.
-        gc.set_threshold(5_000, 5, 80)
+        favour_latency()
         asyncio.run(_serve(engine, listeners, access, limits, flags, observers))
 
 

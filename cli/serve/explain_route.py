@@ -1,40 +1,54 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 
 from llmsched.cli.serve.api_errors import ApiError, json_response
 from llmsched.cli.serve.completion_response import engine_ids
-from llmsched.cli.timeline import timeline_body
+from llmsched.cli.timeline import routed_entry, timeline_body
 from llmsched.cli.timeline_words import decision_text, summary
 from llmsched.engine.async_engine import AsyncEngine
 from llmsched.engine.core import Engine, Timeline
 from llmsched.engine.scheduler.ledger import MAX_REQUESTS
 
+T = TypeVar("T")
 
-class AnswerIds(dict[str, str]):
-    """Dictionary from the X-Request-Id of a request to the id of its answer, for the latest MAX_REQUESTS requests."""
 
-    def add(self, request_id: str, answer_id: str) -> None:
-        self.pop(request_id, None)
-        self[request_id] = answer_id
+class LatestAnswers(dict[str, T]):
+    """Dictionary with a value for each of the latest MAX_REQUESTS answers, by an id of the answer or its request."""
+
+    def add(self, name: str, value: T) -> None:
+        self.pop(name, None)
+        self[name] = value
         if len(self) > MAX_REQUESTS:
             del self[next(iter(self))]
 
 
-def explain_route(engine: AsyncEngine, answer_ids: AnswerIds, max_choices: int) -> APIRouter:
-    """Return the route /v1/requests/ID/explain, where ID is the id of an answer or the X-Request-Id of its request."""
+def explain_route(
+    engine: AsyncEngine,
+    answer_ids: Mapping[str, str],
+    routings: Mapping[str, Mapping[str, Any]],
+    max_choices: int,
+) -> APIRouter:
+    """Return the route /v1/requests/ID/explain, where ID is the id of an answer or the X-Request-Id of its request.
+
+    `answer_ids` has the ids of answers by X-Request-Id, `routings` the choices of an ingress by the ids of answers.
+    """
     router = APIRouter()
 
     @router.get("/v1/requests/{given:path}/explain")
     async def explain(given: str) -> Response:
         for answer_id in (given, answer_ids.get(given, given)):
             if timelines := await engine.call(partial(timelines_of, answer_id=answer_id, max_choices=max_choices)):
-                return json_response({"id": answer_id, "choices": [_in_words(each) for each in timelines]})
+                routing = routings.get(answer_id)
+                choices = [_in_words(each, routing) for each in timelines]
+                replica = {} if routing is None else {"replica": routing["replica"]}
+                return json_response({"id": answer_id, **replica, "choices": choices})
         raise ApiError(
             404,
             f"request {given[:200]!r} is unknown; the server remembers only its latest requests",
@@ -45,10 +59,11 @@ def explain_route(engine: AsyncEngine, answer_ids: AnswerIds, max_choices: int) 
     return router
 
 
-def _in_words(timeline: Timeline) -> dict[str, Any]:
+def _in_words(timeline: Timeline, routing: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a timeline as JSON, with a `summary` and, in each entry, the decision in words (`why`)."""
     body = timeline_body(timeline)
-    entries = [{**entry, "why": decision_text(entry)} for entry in body["entries"]]
+    routed = [] if routing is None else [routed_entry(routing)]
+    entries = [{**entry, "why": decision_text(entry)} for entry in (*routed, *body["entries"])]
     return {**body, "summary": summary(entries), "entries": entries}
 
 

@@ -13,6 +13,8 @@ from llmsched.engine.grammar.compiler import MAX_COMPILATIONS
 
 T = TypeVar("T")
 
+#: Bodies of requests up to this size are parsed at once; larger ones take turns.
+SMALL_BYTES = 64 << 10
 #: Time of one turn. A turn ends late if a single prompt takes longer.
 _TURN_S = 0.01
 #: Longest rest after a turn of a large request. It should be longer than a step of the engine.

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from llmsched.cli.serve.call_constraints import Wanted, chat_grammar, schemas, wanted_output
-from llmsched.cli.serve.chat_messages import Message
-from llmsched.cli.serve.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    ModelRequest,
-    PrefixRequest,
-    Prompt,
-)
+from llmsched.cli.serve.prompt_tokenizer import PromptTokenizer, dumped
+from llmsched.cli.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelRequest, PrefixRequest
 from llmsched.cli.serve.responses_request import ResponsesRequest, renamed
 from llmsched.engine import Engine, SamplingParams
 from llmsched.engine.errors import RequestError
 from llmsched.engine.grammar.compiler import Grammar
-from llmsched.engine.text.chat_template import render_chat
 from llmsched.engine.text.parsers.notation import Notation
 from llmsched.engine.text.parsers.output_parser import OutputParser
-from llmsched.engine.text.tokenizer import check_unicode
 
 #: Tokens at the end of a prompt in which the beginning of reasoning is looked for.
 _PROMPT_END = 16
@@ -41,7 +32,10 @@ class PreparedPrompt:
 
 
 class Preparer:
-    """Converter of requests to token ids and sampling parameters. It is slow, so use it in threads."""
+    """Converter of requests to token ids and sampling parameters. It is slow, so use it in threads.
+
+    `known` are the token ids of a request's prompts, if an ingress has computed them.
+    """
 
     def __init__(self, engine: Engine, notation: Notation | None = None) -> None:
         self._notation = notation or Notation()
@@ -49,6 +43,7 @@ class Preparer:
         self._grammars = engine.grammars
         self._tokenizer = engine.tokenizer
         self._max_model_len = engine.config.max_model_len
+        self.prompt_tokenizer = PromptTokenizer(engine.tokenizer, engine.config.max_model_len)
         self._defaults = dict(engine.model.sampling_defaults)
 
     def may_compile(self, request: ModelRequest, *, large: bool) -> bool:
@@ -71,24 +66,21 @@ class Preparer:
     def _grammar(self, wanted: Wanted | None) -> Grammar | None:
         return None if wanted is None else self._grammars.compile(wanted[1], param=wanted[0])
 
-    def completion(self, request: CompletionRequest) -> Iterator[PreparedPrompt]:
+    def completion(
+        self, request: CompletionRequest, known: Iterable[list[int]] | None = None
+    ) -> Iterator[PreparedPrompt]:
         """Yield the prompts of a completion. Raises RequestError for a bad parameter or an unservable prompt."""
         extra: dict[str, Any] = {"logprobs": request.logprobs, "grammar": self._grammar(request.grammar_spec())}
         if request.echo:
             extra["prompt_logprobs"] = request.logprobs
-        for prompt in request.prompt:
-            truncates = request.truncate_prompt_tokens is not None
-            token_ids = self.token_ids(prompt, request.parse_special is not False, any_length=truncates)
-            token_ids = self._truncated(token_ids, request)
+        keeps_text = request.truncate_prompt_tokens is None
+        for prompt, token_ids in zip(request.prompt, self.prompt_tokenizer.prompts(request, known), strict=True):
             sampling = self._sampling(request, len(token_ids), request.default_max_tokens, extra)
             self._check(token_ids, sampling)
-            yield PreparedPrompt(token_ids, prompt if isinstance(prompt, str) and not truncates else None, sampling)
+            yield PreparedPrompt(token_ids, prompt if isinstance(prompt, str) and keeps_text else None, sampling)
 
-    def chat(self, request: ChatRequest) -> Iterator[PreparedPrompt]:
+    def chat(self, request: ChatRequest, known: Iterable[list[int]] | None = None) -> Iterator[PreparedPrompt]:
         """Yield the one tokenised prompt of a chat. Raises RequestError if it cannot be served."""
-        options = request.template_kwargs()
-        if request.reasoning_effort is not None:
-            options = self._effort_options(request.reasoning_effort) | options
         tools, notation = request.callable_tools(), self._notation
         if tools and notation.call_parser is None:
             raise RequestError(
@@ -96,9 +88,8 @@ class Preparer:
                 "this server knows no notation for this model's tool calls, or runs with --tool-call-parser none; "
                 'leave tools out, or set tool_choice to "none"',
             )
-        truncates = request.truncate_prompt_tokens is not None
-        token_ids = self._truncated(self.chat_ids(dumped(request.messages), options, any_length=truncates), request)
-        if options.get("continue_final_message"):
+        (token_ids,) = self.prompt_tokenizer.prompts(request, known)
+        if request.template_kwargs().get("continue_final_message"):
             opened = notation.ends_in_reasoning(str(request.messages[-1].content))
         else:
             end = self._tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
@@ -115,26 +106,12 @@ class Preparer:
         sampling = self._sampling(request, len(token_ids), self._max_model_len, extra)
         yield PreparedPrompt(token_ids, None, sampling, make_parser, after)
 
-    def response(self, request: ResponsesRequest) -> Iterator[PreparedPrompt]:
+    def response(self, request: ResponsesRequest, known: Iterable[list[int]] | None = None) -> Iterator[PreparedPrompt]:
         """Yield the one tokenised prompt of a response. Raises RequestError if it cannot be served."""
         try:
-            yield from self.chat(request.chat)
+            yield from self.chat(request.chat, known)
         except RequestError as error:
             raise renamed(error) from error
-
-    def _effort_options(self, effort: str) -> dict[str, Any]:
-        """Return the options that stand for reasoning_effort.
-
-        Raises RequestError if the chat template has no such options.
-        """
-        template = self._tokenizer.chat_template or ""
-        if "reasoning_effort" in template:
-            return {"reasoning_effort": effort}
-        if "enable_thinking" in template:
-            return {"enable_thinking": effort != "none"}
-        raise RequestError(
-            "reasoning_effort", "reasoning_effort is not supported by this model's chat template; leave it out"
-        )
 
     def prefix(self, request: PrefixRequest) -> Iterator[list[int]]:
         """Yield the token ids of a prefix. Raises RequestError if the prefix is too long or not valid.
@@ -144,61 +121,17 @@ class Preparer:
         """
         if request.messages is None:
             assert request.prompt is not None
-            yield self.token_ids(request.prompt)
+            yield self.prompt_tokenizer.token_ids(request.prompt)
             return
         messages = dumped(request.messages)
         options = request.chat_template_kwargs or {}
         if messages[-1]["role"] == "user":
-            yield self.chat_ids(messages, options)
+            yield self.prompt_tokenizer.chat_ids(messages, options)
             return
-        one, two = (self.chat_ids([*messages, {"role": "user", "content": text}], options) for text in "ab")
+        one, two = (
+            self.prompt_tokenizer.chat_ids([*messages, {"role": "user", "content": text}], options) for text in "ab"
+        )
         yield [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))]
-
-    def chat_ids(
-        self, messages: list[dict[str, Any]], options: dict[str, Any], *, any_length: bool = False
-    ) -> list[int]:
-        """Return the token ids of a chat.
-
-        Raises RequestError if the template refuses the chat or, unless `any_length`, if the chat cannot fit.
-        """
-
-        def check(text: str) -> None:
-            if not any_length:
-                self._refuse_surely_too_long(text, "messages")
-
-        return render_chat(self._tokenizer, messages, check, **options)
-
-    def token_ids(
-        self, prompt: Prompt, parse_special: bool = True, add_special_tokens: bool = True, *, any_length: bool = False
-    ) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises RequestError if the prompt is not valid Unicode or, unless `any_length`, if it cannot fit.
-        """
-        if not isinstance(prompt, str):
-            return prompt
-        check_unicode(prompt, "prompt")
-        if not any_length:
-            self._refuse_surely_too_long(prompt, "prompt")
-        text = prompt if parse_special else self._tokenizer.escape(prompt)
-        return self._tokenizer.encode(text, add_special_tokens, escaped=not parse_special)
-
-    def _truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
-        """Return the last tokens, as many as truncate_prompt_tokens allows."""
-        most = request.truncate_prompt_tokens
-        if most == -1:
-            most = max(1, self._max_model_len - max(1, request.most_tokens or 0))
-        return token_ids if most is None else token_ids[max(0, len(token_ids) - most) :]
-
-    def _refuse_surely_too_long(self, text: str, param: str) -> None:
-        at_least = self._tokenizer.least_tokens(text)
-        if at_least > self._max_model_len:
-            raise RequestError(
-                param,
-                f"the context of this server is {self._max_model_len} tokens; "
-                f"{param} has {len(text)} characters, which are at least {at_least} tokens; shorten it",
-                code="context_length_exceeded",
-            )
 
     def _sampling(
         self, request: GenerationRequest, prompt_tokens: int, default_max_tokens: int, extra: dict[str, Any]
@@ -210,8 +143,3 @@ class Preparer:
         if request.min_tokens is None and "min_tokens" in fields:
             fields["min_tokens"] = min(fields["min_tokens"], max(most, 0))
         return SamplingParams(**{**fields, "max_tokens": most})
-
-
-def dumped(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as dictionaries without fields that are None, the form that chat templates expect."""
-    return [message.model_dump(exclude_none=True) for message in messages]

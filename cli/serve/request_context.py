@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
 
 from llmsched.cli.serve.protocol import MAX_TIMEOUT_S
 from llmsched.engine.errors import RequestError
@@ -13,6 +16,23 @@ DEADLINE_HEADER = "x-request-deadline-ms"
 
 #: Priority of each request class; a lower number is more urgent.
 CLASSES = {"interactive": 0, "batch": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class IngressFacts:
+    """Facts about a request from the ingress that has forwarded it. A client cannot set them."""
+
+    prompts: Sequence[list[int]] | None = None  # token ids of the prompts; None: not computed
+    age: float = 0.0  # seconds from the arrival at the ingress to the choice of this server
+    routing: Mapping[str, Any] | None = None  # which replica was chosen and why, as JSON
+
+
+def ingress_facts(http: Request) -> IngressFacts:
+    """Return what the ingress has put into the state of an HTTP request; nothing if there is no ingress."""
+    return getattr(http.state, "ingress", _NO_INGRESS)
+
+
+_NO_INGRESS = IngressFacts()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pydantic import Field
 from llmsched.cli.serve.api_errors import json_response
 from llmsched.cli.serve.chat_messages import Message
 from llmsched.cli.serve.openapi import with_body
-from llmsched.cli.serve.prompt_preparation import Preparer, dumped
+from llmsched.cli.serve.prompt_tokenizer import PromptTokenizer, dumped
 from llmsched.cli.serve.protocol import Int, ModelRequest, TemplateOptions
 from llmsched.engine.core import Engine
 from llmsched.engine.errors import RequestError
@@ -31,7 +31,7 @@ class DetokenizeRequest(ModelRequest):
     tokens: Annotated[list[Int], Field(fail_fast=True)]
 
 
-def tokenize_routes(engine: Engine, preparer: Preparer, prepare: Callable[..., Awaitable[Any]]) -> APIRouter:
+def tokenize_routes(engine: Engine, prompts: PromptTokenizer, prepare: Callable[..., Awaitable[Any]]) -> APIRouter:
     """Return the routes /tokenize and /detokenize (POST), with vLLM's fields."""
     router = APIRouter()
     tokenizer, last = engine.tokenizer, engine.model.vocab_size - 1
@@ -43,11 +43,11 @@ def tokenize_routes(engine: Engine, preparer: Preparer, prepare: Callable[..., A
         options = request.template_kwargs()
         if request.prompt is not None:
             special = request.add_special_tokens is not False
-            yield preparer.token_ids(request.prompt, options.get("parse_special", True), special)
+            yield prompts.token_ids(request.prompt, options.get("parse_special", True), special)
         elif request.add_special_tokens:
             raise RequestError("add_special_tokens", "only a prompt can have it; the template writes a chat's own")
         else:
-            yield preparer.chat_ids(dumped(request.messages or ()), options)
+            yield prompts.chat_ids(dumped(request.messages or ()), options)
 
     def text_of(request: DetokenizeRequest) -> Iterator[str]:
         if wrong := next((token for token in request.tokens if not 0 <= token <= last), None):

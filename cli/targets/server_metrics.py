@@ -25,7 +25,9 @@ _KV_USE = ("kv_cache_used_bytes", "kv_cache_empty_bytes", "kv_cache_cached_bytes
 _DRAFTS = {key: f"spec_decode_num_{key}_total" for key in DRAFT_COUNTS}
 _LATE, _WAITED, _MISSES = "late_compilations_total", "request_wait_seconds_total", "prefix_cache_misses_total"
 
-_COUNTS = (*_PREEMPTIONS, _LATE, _WAITED, _MISSES, *_DRAFTS.values())
+_FINISHED = "request_success_total"
+
+_COUNTS = (*_PREEMPTIONS, _LATE, _WAITED, _MISSES, _FINISHED, *_DRAFTS.values())
 _NAMES = "|".join((*_RUNNING, *_WAITING, *_KV_USAGE, *_PARTS, *_KV_USE, *_COUNTS))
 _LINE = re.compile(rf"(?:\w+:)?(?:{_NAMES})[{{ ].*", re.ASCII)
 #: Ends of the names of metrics that only grow while the server runs.
@@ -81,12 +83,14 @@ class ServerMetrics:
         preemptions, late = self.total(*_PREEMPTIONS), self.total(_LATE)
         misses = self.by_label(_MISSES, "kind")
         drafts = {key: self.total(name) for key, name in _DRAFTS.items()}
+        finished = self.by_label(_FINISHED, "replica") or {}
         return EngineCounts(
             None if preemptions is None else int(preemptions),
             None if late is None else int(late),
             self.by_label(_WAITED, "reason"),
             None if misses is None else {kind: int(count) for kind, count in misses.items()},
             drafts=None if None in drafts.values() else {key: int(count or 0) for key, count in drafts.items()},
+            replicas={name: int(count) for name, count in finished.items() if name} or None,
         )
 
     def memory(self) -> MemoryParts | None:
@@ -123,9 +127,18 @@ class ServerMetrics:
             sums[labels.get(label, "")] += value
         return dict(sums)
 
-    def label(self, name: str, label: str) -> str | None:
-        """Return the first value of a label of a metric."""
-        return next((one.labels[label] for one in self._values.get(name, ()) if label in one.labels), None)
+    def labels(self, name: str) -> list[Mapping[str, str]]:
+        """Return the labels of each value of a metric."""
+        return [one.labels for one in self._values.get(name, ())]
+
+    def by_replica(self) -> dict[str, ServerMetrics]:
+        """Return the metrics of each replica behind an ingress; {} if the server has no replicas."""
+        found: defaultdict[str, defaultdict[str, list[LabelledValue]]] = defaultdict(lambda: defaultdict(list))
+        for name, values in self._values.items():
+            for one in values:
+                if replica := one.labels.get("replica"):
+                    found[replica][name].append(one)
+        return {replica: ServerMetrics(values) for replica, values in found.items()}
 
     def buckets(self, *names: str) -> dict[float, float] | None:
         """Return the cumulative counts by upper bound of the first of these histograms that has samples."""

@@ -14,7 +14,7 @@ from fakes import Harness, make_request, repeating_token, tokens
 from scripted import ScriptedServer
 
 from llmsched.cli.serve.access import Access
-from llmsched.cli.serve.explain_route import AnswerIds
+from llmsched.cli.serve.explain_route import LatestAnswers
 from llmsched.cli.timeline import timeline_body
 from llmsched.cli.timeline_words import _WAITED_FOR, _WORDS, decision_text, summary
 from llmsched.engine.core import Timeline
@@ -104,7 +104,7 @@ def test_a_clients_own_id_hides_no_other_answer(http: httpx.Client) -> None:
 
 
 def test_only_the_latest_ids_are_kept() -> None:
-    ids = AnswerIds()
+    ids = LatestAnswers[str]()
     for number in range(MAX_REQUESTS + 1):
         ids.add(f"r{number}", f"cmpl-{number}")
     assert "r0" not in ids
@@ -257,7 +257,7 @@ def test_every_decision_of_the_scheduler_has_words() -> None:
             for entry in timeline_body(Timeline(0, 0.0, ledger.entries(name)))["entries"]:
                 words = _WORDS[entry["what"]](entry["details"])
                 noted.setdefault(entry["what"], set()).add(words)
-    others = {"longest stall", "failed", "complete", "adapter"}  # noted by the client and by the engine
+    others = {"longest stall", "failed", "complete", "adapter", "routed"}  # noted by client, engine and ingress
     assert set(noted) == set(_WORDS) - others
     assert "twin0 (priority 0) goes first; overtaken once so far" in noted["passed"]
     assert any("blocks short at the running requests' predicted peak" in words for words in noted["does not fit"])

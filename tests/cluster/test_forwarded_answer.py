@@ -16,14 +16,16 @@ from llmsched.cli.cluster.forwarded_answer import ForwardedAnswer
 from llmsched.cli.cluster.forwarded_request import ForwardedRequest, call_app
 from llmsched.cli.cluster.replica import REPLICA_HEADER
 from llmsched.cli.cluster.routed_call import RoutedCall
+from llmsched.cli.serve.request_context import IngressFacts
 from llmsched.engine.routing.rules import RoutedPrompt
 
 REQUEST = ForwardedRequest("POST", "/v1/completions", b"", (), b"{}")
 PROMPT = RoutedPrompt(10, (), 256)
 
 
-def start(replica: str, status: int = 200) -> Message:
-    return {"type": "http.response.start", "status": status, "headers": [(REPLICA_HEADER, replica.encode())]}
+def start(replica: str, status: int = 200, retry_after: str = "") -> Message:
+    headers = [(REPLICA_HEADER, replica.encode()), (b"retry-after", retry_after.encode())]
+    return {"type": "http.response.start", "status": status, "headers": headers}
 
 
 def body(text: str, *, more: bool = False) -> Message:
@@ -61,9 +63,8 @@ class FakeReplicas:
 
 
 @pytest.fixture(autouse=True)
-def two_replicas() -> None:
-    routed_call.known_replicas.clear()
-    routed_call.known_replicas.update("ab")
+def two_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed_call, "known_replicas", frozenset("ab"))
 
 
 def answer(replicas: Any) -> list[Message]:
@@ -79,7 +80,7 @@ def answer(replicas: Any) -> list[Message]:
             await never.wait()
             raise AssertionError
 
-        await ForwardedAnswer(replicas, PROMPT, REQUEST)({"type": "http"}, receive, send)
+        await ForwardedAnswer(replicas, PROMPT, REQUEST, 0.0)({"type": "http"}, receive, send)
 
     asyncio.run(asyncio.wait_for(run(), 30))
     return sent
@@ -105,9 +106,31 @@ def test_a_refused_request_goes_to_the_replica_that_has_not_refused_it() -> None
     assert replicas.responses[0].was_cancelled
 
 
-def test_a_client_is_refused_once_every_replica_has_refused() -> None:
-    sent = answer(FakeReplicas([start("a", 429), body("full a")], [start("b", 429), body("full b")]))
-    assert (sent[0]["status"], text_of(sent)) == (429, "full b")
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (start("a", 429, "9"), start("b", 429, "4"), "b"),
+        (start("a", 429, "4"), start("b", 429, "9"), "a"),
+        (start("a", 503), start("b", 429, "9"), "b"),  # the first one shuts down
+        (start("a", 503), start("b", 503), "a"),
+    ],
+)
+def test_a_client_is_told_the_shortest_wait_once_every_replica_has_refused(
+    first: Message, second: Message, told: str
+) -> None:
+    sent = answer(FakeReplicas([first, body("by a")], [second, body("by b")]))
+    assert (sent[0], text_of(sent)) == ({"a": first, "b": second}[told], f"by {told}")
+
+
+def test_a_replica_that_is_new_is_asked_too() -> None:
+    replicas = FakeReplicas([start("old", 429), body("full")], [start("a", 429), body("full")], [start("b"), body("!")])
+    assert text_of(answer(replicas)) == "!"
+    assert replicas.calls[-1].tried == ("old", "a")
+
+
+def test_a_router_that_asks_a_refusing_replica_again_ends_the_search() -> None:
+    sent = answer(FakeReplicas([start("a", 429), body("1")], [start("a", 429), body("2")]))
+    assert (sent[0]["status"], text_of(sent)) == (429, "2")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +165,7 @@ def test_an_application_gets_the_request_and_a_disconnect_when_the_call_is_close
         seen.append((await receive())["type"])
 
     async def run() -> list[list[Message]]:
-        call = call_app(app, REQUEST)
+        call = call_app(app, REQUEST, IngressFacts())
         first = await anext(call)
         await call.aclose()
         return [first]
@@ -157,7 +180,7 @@ def test_an_error_of_the_application_reaches_the_caller() -> None:
         raise ValueError("broken")
 
     async def run() -> None:
-        async for _ in call_app(app, REQUEST):
+        async for _ in call_app(app, REQUEST, IngressFacts()):
             pass
 
     with pytest.raises(ValueError, match="broken"):

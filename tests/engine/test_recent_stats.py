@@ -34,9 +34,9 @@ def test_the_window_is_the_latest_minute(clock: SimpleNamespace) -> None:
         assert now.time - before.time == pytest.approx(min(clock.now - 100, WINDOW_S), abs=INTERVAL_S)
         assert before.stats.steps == before.time
     # All samples of the window are 4 s; those of the first minutes no longer count.
-    assert now.latency("ttft", before, 0.5) == pytest.approx(4, abs=1)
-    assert now.latency("ttft", before, 0.01) == pytest.approx(4, abs=1)
-    assert now.latency("itl", before, 0.5) is None
+    assert quantile(now.samples("ttft", before), 0.5) == pytest.approx(4, abs=1)
+    assert quantile(now.samples("ttft", before), 0.01) == pytest.approx(4, abs=1)
+    assert quantile(now.samples("itl", before), 0.5) is None
 
 
 def test_nothing_happened_for_an_hour(clock: SimpleNamespace) -> None:
@@ -48,7 +48,7 @@ def test_nothing_happened_for_an_hour(clock: SimpleNamespace) -> None:
         recent.sample()
     before, now = recent.window()
     assert now.time - before.time == pytest.approx(WINDOW_S, abs=INTERVAL_S)
-    assert now.latency("ttft", before, 0.5) is None
+    assert quantile(now.samples("ttft", before), 0.5) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tiny_models import build_tokenizer
 
-from llmsched.cli.cluster.prompt_hashing import PromptHasher
+from llmsched.cli.cluster.prompt_reader import PromptReader, ReadPrompts
 from llmsched.engine.kv.cache_summary import prefix_hashes
 from llmsched.engine.kv.prefix_tree import encode
+from llmsched.engine.routing.rules import RoutedPrompt
 from llmsched.engine.text.chat_template import render_chat
 from llmsched.engine.text.tokenizer import Tokenizer
 
@@ -23,18 +24,30 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(build_tokenizer())
 
 
-def routed(tokenizer: Tokenizer, path: str, body: Any, adapters: tuple[str, ...] = ()) -> Any:
+def read(tokenizer: Tokenizer, path: str, body: Any, adapters: tuple[str, ...] = ()) -> ReadPrompts:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return PromptHasher(tokenizer, 16, adapters).routed(path, data)
+    (prompts,) = PromptReader(tokenizer, 4096, 16, adapters, max_choices=8).read(path, data)
+    return prompts
 
 
-def test_a_chat_has_the_hashes_of_its_rendered_tokens(tokenizer: Tokenizer) -> None:
+def routed(tokenizer: Tokenizer, path: str, body: Any, adapters: tuple[str, ...] = ()) -> RoutedPrompt:
+    return read(tokenizer, path, body, adapters).first
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_a_chat_has_the_hashes_of_its_rendered_tokens(tokenizer: Tokenizer, path: str) -> None:
     messages = [{"role": "user", "content": TEXT}]
     ids = render_chat(tokenizer, messages)
-    prompt = routed(tokenizer, CHAT, {"messages": messages})
-    assert prompt.num_tokens == len(ids)
-    assert prompt.hashes == prefix_hashes(encode(ids), "", 256)
-    assert prompt.hashes
+    prompts = read(tokenizer, path, {"messages": messages} if path == CHAT else {"input": TEXT})
+    assert prompts.token_ids == (encode(ids),)
+    assert prompts.first.num_tokens == len(ids)
+    assert prompts.first.hashes == prefix_hashes(encode(ids), "", 256)
+    assert prompts.first.hashes
+
+
+def test_every_prompt_of_a_completion_is_tokenised(tokenizer: Tokenizer) -> None:
+    prompts = read(tokenizer, "/v1/completions", {"prompt": ["one", "two"]})
+    assert prompts.token_ids == tuple(encode(tokenizer.encode(text)) for text in ("one", "two"))
 
 
 @pytest.mark.parametrize("prompt", [TEXT, [TEXT, "another"]])
@@ -63,6 +76,8 @@ def test_salts_and_adapters_are_apart(tokenizer: Tokenizer) -> None:
         (CHAT, {"messages": "no list"}),
         (CHAT, {}),
         (CHAT, [1]),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ("/v1/completions", {"prompt": "x", "n": 9}),
         ("/v1/completions", {"prompt": {"a": 1}}),
         ("/v1/completions", {"prompt": [2**70]}),
         ("/v1/completions", {"prompt": ["text", 5]}),
@@ -71,4 +86,5 @@ def test_salts_and_adapters_are_apart(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_what_cannot_be_read_is_routed_without_a_prefix(tokenizer: Tokenizer, path: str, body: Any) -> None:
-    assert not routed(tokenizer, path, body).hashes
+    prompts = read(tokenizer, path, body)
+    assert (prompts.first.hashes, prompts.token_ids) == ((), ())
