@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as ListLike
@@ -46,10 +47,17 @@ _NAMES = {
 }
 #: Most compiled grammars that are kept.
 MAX_GRAMMARS = 64
+#: Most bytes of all compiled grammars together: those that are kept, and those of open requests.
+MAX_GRAMMAR_BYTES = 512 << 20
+#: Estimate of a grammar's size, which the library does not tell. The grammars of tests/bench/bench_grammars.py held 57
+#: to 170 MB for each second of CPU time of their compilation.
+_BYTES_PER_SECOND, _LEAST_BYTES = 150e6, 1 << 18
 #: llguidance compiles recursively. A chain of 2,000 references overflows the usual 8 MiB, which would end the process.
 _STACK_BYTES = 256 << 20
 #: By default, where only one text can follow, llguidance allows only the tokens into which it divides that text.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+#: Flags that turn on free spacing, outside classes of characters. The conversion to Lark would change their meaning.
+_FREE_SPACING = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\\?\]?|\(\?(?P<flags>[a-zA-Z]*x[a-zA-Z]*)(?:-[a-zA-Z]+)?[:)]", re.S)
 #: Number of masks from which threads compute them. To wake a thread takes about as long as a mask.
 _PARALLEL_MASKS = 8
 #: With these limits, a mask takes about 20 ms at most, and a grammar about 100 MB. A request that needs more fails.
@@ -110,9 +118,10 @@ def _message(state: LLMatcher) -> str:
 
 
 class Grammar:
-    """Compiled grammar. It never changes."""
+    """Compiled grammar. It never changes. `num_bytes` is an estimate of its size."""
 
-    def __init__(self, vocabulary: Vocabulary, start: LLMatcher) -> None:
+    def __init__(self, vocabulary: Vocabulary, start: LLMatcher, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self._vocabulary = vocabulary
         self._start = start
 
@@ -202,6 +211,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._on_compiled = on_compiled
         self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._all: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._num_running = 0
         self._lock = threading.Lock()
 
@@ -213,7 +223,7 @@ class GrammarCompiler:
         """Return the compiled grammar.
 
         Raises RequestError for the field `param` if it cannot be compiled, and QueueFullError while MAX_COMPILATIONS
-        are running.
+        are running or open requests hold MAX_GRAMMAR_BYTES.
         """
         with self._lock:
             if (grammar := self._kept.get(spec)) is not None:
@@ -229,6 +239,7 @@ class GrammarCompiler:
             raise RequestError(
                 param, f"{param} has a {_NAMES[spec.kind]} of {size} bytes; at most {MAX_BYTES[spec.kind]} are allowed"
             )
+        self._make_room()
         if (running := self._num_running) >= MAX_COMPILATIONS:
             message = f"{running} grammars are being compiled already; send the request again later"
             raise QueueFullError(message, MAX_COMPILE_S)
@@ -246,9 +257,25 @@ class GrammarCompiler:
         self._on_compiled(time.monotonic() - begun)
         with self._lock:
             self._kept[spec] = grammar
+            self._all.add(grammar)
             while len(self._kept) > MAX_GRAMMARS:
                 self._kept.popitem(last=False)
         return grammar
+
+    def _make_room(self) -> None:
+        """Drop kept grammars until there is room for another one.
+
+        Raises QueueFullError if the grammars of open requests leave no room.
+        """
+        with self._lock:
+            while (held := sum(grammar.num_bytes for grammar in self._all)) >= MAX_GRAMMAR_BYTES and self._kept:
+                self._kept.popitem(last=False)
+        if held >= MAX_GRAMMAR_BYTES:
+            message = (
+                f"the grammars of the requests that are open hold about {held >> 20} MiB; at most "
+                f"{MAX_GRAMMAR_BYTES >> 20} MiB are allowed; send the request again later"
+            )
+            raise QueueFullError(message, MAX_COMPILE_S)
 
     def _compile(self, spec: GrammarSpec, param: str) -> Grammar:
         with self._lock:
@@ -260,6 +287,7 @@ class GrammarCompiler:
                 self._num_running -= 1
 
     def _compiled(self, spec: GrammarSpec, param: str) -> Grammar:
+        begun = time.thread_time()
         problem = None
         if spec.kind == "json_schema":
             problem = check_schema(json.loads(spec.text), _schema_problem)
@@ -277,7 +305,8 @@ class GrammarCompiler:
         if first.is_error():
             problem = _message(first).replace("NoExtensionBias", "no output can match it")
             raise RequestError(param, f"{param}: the {_NAMES[spec.kind]} is not valid: {problem}")
-        return Grammar(self._vocabulary, state)
+        num_bytes = max(_LEAST_BYTES, int((time.thread_time() - begun) * _BYTES_PER_SECOND))
+        return Grammar(self._vocabulary, state, num_bytes)
 
 
 def _schema_problem(schema: Any) -> str | None:
@@ -298,6 +327,8 @@ def _lark(spec: GrammarSpec) -> str:
         case "regex":
             if (len(spec.text) - len(spec.text.rstrip("\\"))) % 2:  # the conversion would drop the last one
                 raise ValueError("it ends with a backslash that escapes nothing")
+            if any(found["flags"] for found in _FREE_SPACING.finditer(spec.text)):
+                raise ValueError("it has the flag x (free spacing), which is not supported")
             return f"start: /{regex_to_lark(spec.text, 'dws')}/"
         case "choice":
             # One terminal, because a rule may have only 2,000 alternatives.

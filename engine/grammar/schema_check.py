@@ -16,9 +16,11 @@ _DEFINITIONS = ("$defs", "definitions")
 _NAMED = (*_DEFINITIONS, "properties", "patternProperties")
 #: Characters that JSON can write only with the escape \\u, and DEL. llguidance drops them from values.
 _CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-#: Such a character in a pattern, written as it is or as an escape. It may stand in a class of characters.
+#: Such a character in a pattern, written as it is or as an escape. It may stand in a class of characters. A class that
+#: does not end extends to the end of the text, so that many of them are not searched for an end again and again.
 _CONTROLS_IN_PATTERN = re.compile(
-    rf"(?P<control>{_CONTROLS.pattern}|\\(?:x|u00)(?:0[0-7bef]|1[0-9a-f]|7f))|\\.|\[(?:\\.|[^\]\\])*\]", re.I | re.S
+    rf"(?P<control>{_CONTROLS.pattern}|\\(?:x|u00)(?:0[0-7bef]|1[0-9a-f]|7f))|\\.|\[(?:\\.|[^\]\\])*+\\?\]?",
+    re.I | re.S,
 )
 #: Largest least common multiple of all values of multipleOf. llguidance takes time and memory in proportion to it.
 MAX_MULTIPLE = 100_000

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import attacks
 from attacks import COMPLETIONS, all_at_once, ask, completion, idle_connections, one_byte_chunks
+from costly_grammars import GRAMMARS
 
 CHAT = "/v1/chat/completions"
 #: A server whose context is short, as in the reports.
@@ -98,6 +99,16 @@ def large(bodies: list[bytes], path: str = COMPLETIONS) -> Callable[[str, Path],
     return attack
 
 
+def grammars() -> list[bytes]:
+    """Return requests with schemas and expressions that cost much to compile."""
+    bodies = []
+    for spec in GRAMMARS.values():
+        value = spec.text if spec.kind == "regex" else json.loads(spec.text)
+        name = "json" if spec.kind == "json_schema" else spec.kind
+        bodies.append(completion(structured_outputs={name: value}))
+    return bodies
+
+
 def counted(statuses: dict[Any, int]) -> str:
     return ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items(), key=str))
 
@@ -123,6 +134,7 @@ ATTACKS: dict[str, tuple[tuple[str, ...], int | None, Callable[[str, Path], str]
     "S04 12 texts of 7 MB": (("--max-model-len", "2048"), None, large([completion(prompt="word " * 1_400_000)] * 12)),
     "S04 12 x 100,000 empty messages": (SHORT, None, large([MESSAGES] * 12, CHAT)),
     "S10 12 x 3.9 M token ids": (SHORT, None, large([IDS] * 12)),
+    f"{len(GRAMMARS)} costly grammars": ((), None, large(grammars())),
 }
 
 

@@ -14,6 +14,7 @@ from tiny_models import VOCAB_SIZE
 from llmsched.engine.errors import QueueFullError, RequestError
 from llmsched.engine.grammar import compiler as module
 from llmsched.engine.grammar.compiler import MAX_BYTES, Grammar, GrammarCompiler, Vocabulary, token_masks
+from llmsched.engine.grammar.schema_check import check_values
 from llmsched.engine.grammar.spec import JSON_OBJECT, GrammarSpec
 
 VOCABULARY = Vocabulary(tokenizer(), VOCAB_SIZE, frozenset({EOS}))
@@ -113,6 +114,7 @@ def test_a_schema_that_cannot_be_enforced(schema: Any, place: str, message: str)
         (GrammarSpec("regex", "a(?=b)"), "look-around"),
         (GrammarSpec("regex", "(a"), "unclosed group"),
         (GrammarSpec("regex", "a\\"), "ends with a backslash"),
+        *((GrammarSpec("regex", text), "flag x") for text in ("(?x)a b", "a(?ix-s: b)", "[[](?x)")),
         (GrammarSpec.json_schema({"$ref": "#"}), "no output can match it"),
         (GrammarSpec("regex", r"(a)\1"), "backreferences are not supported"),
         (GrammarSpec("grammar", "start: missing"), "missing"),
@@ -261,6 +263,37 @@ def test_compiled_grammars_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RequestError):
         compiler.compile(GrammarSpec("regex", "("), "test")
     assert not compiler.has(GrammarSpec("regex", "("))
+
+
+def test_the_bytes_of_grammars_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept grammars are dropped first. Those of open requests stay, so then the next one has to wait."""
+    monkeypatch.setattr(module, "_BYTES_PER_SECOND", 0.0)
+    compiler = make_compiler()
+    specs = [GrammarSpec.json_schema({"const": i}) for i in range(5)]
+    open_ones = [compiler.compile(spec, "test") for spec in specs[:2]]
+    compiler.compile(specs[2], "test")
+    size = open_ones[0].num_bytes
+    monkeypatch.setattr(module, "MAX_GRAMMAR_BYTES", 3 * size)
+    compiler.compile(specs[3], "test")
+    assert [compiler.has(spec) for spec in specs] == [False, False, False, True, False]
+    open_ones.append(compiler.compile(specs[3], "test"))
+    with pytest.raises(QueueFullError, match="grammars of the requests that are open"):
+        compiler.compile(specs[4], "test")
+    open_ones.pop(0)
+    compiler.compile(specs[4], "test")
+
+
+def test_a_longer_compilation_makes_a_larger_grammar() -> None:
+    large = {"properties": {f"p{i}": {"type": "integer", "minimum": i, "maximum": 9 * i + 5} for i in range(300)}}
+    grammars = [make_compiler().compile(GrammarSpec.json_schema(schema), "test") for schema in ({}, large)]
+    assert grammars[0].num_bytes < grammars[1].num_bytes < module.MAX_GRAMMAR_BYTES
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[\\" * 40_000, "[" * 100_000 + "\\"])
+def test_classes_without_an_end_are_read_once(text: str) -> None:
+    """A search from each bracket to the end would take minutes, during which no other thread could run."""
+    assert check_values({"pattern": text}) is None
+    assert "flag x" not in str(attempt(GrammarSpec("regex", text[: MAX_BYTES["regex"]])))
 
 
 @pytest.mark.parametrize(
