@@ -227,8 +227,16 @@ class EngineConfig:
         "auto uses only drafts that are expected to give more tokens per second",
         choices=get_args(Speculation),
     )
-    num_speculative_tokens: int = knob(8, "most draft tokens per request and step", unit="tokens", low=1, high=15)
-    prompt_lookup_min: int = knob(2, "shortest match that gives a draft", unit="tokens", low=1, high=16)
+    num_speculative_tokens: int | None = knob(
+        None,
+        "most draft tokens per request and step; default: 15 with auto, 8 with ngram",
+        unit="tokens",
+        low=1,
+        high=15,
+    )
+    prompt_lookup_min: int | None = knob(
+        None, "shortest match that gives a draft; default: 1 with auto, 2 with ngram", unit="tokens", low=1, high=16
+    )
     prompt_lookup_max: int = knob(
         5,
         "the earlier place with the longest match gives the draft; matches are compared up to this length",
@@ -245,7 +253,7 @@ class EngineConfig:
             raise ConfigError(
                 "headroom", f"{self.headroom} is above {setting('max_headroom')} {self.max_headroom}; raise that too"
             )
-        if self.prompt_lookup_min > self.prompt_lookup_max:
+        if (self.prompt_lookup_min or 1) > self.prompt_lookup_max:
             raise ConfigError(
                 "prompt_lookup_min",
                 f"{self.prompt_lookup_min} is above {setting('prompt_lookup_max')} {self.prompt_lookup_max}; "
@@ -273,6 +281,17 @@ class EngineConfig:
     def most_sampled_rows(self) -> int:
         """Largest number of rows of logits from which one step samples."""
         return self.max_num_seqs + (0 if self.speculative == "off" else MAX_DRAFT_TOKENS)
+
+    # With auto, a draft token that is not worth its time is not computed. So auto looks at more of them than ngram.
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most draft tokens per request and step."""
+        return self.num_speculative_tokens or (15 if self.speculative == "auto" else 8)
+
+    @property
+    def shortest_lookup(self) -> int:
+        """Length of the shortest match that gives a draft, in tokens."""
+        return self.prompt_lookup_min or (1 if self.speculative == "auto" else min(2, self.prompt_lookup_max))
 
     def chosen(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -87,7 +87,7 @@ def start_rows(
         ("sampling", sampling),
     ]
     if config.speculative != "off":
-        rows.append(("drafts", f"{config.speculative}, up to {config.num_speculative_tokens} tokens (speculative)"))
+        rows.append(("drafts", f"{config.speculative}, up to {config.most_draft_tokens} tokens (speculative)"))
     if notation is not None:
         rows.append(("chats", notation.describe()))
     return rows

@@ -132,17 +132,18 @@ def terms(shape: StepShape, knee: float, windowed: bool) -> tuple[float, ...]:
 class StepTimeModel:
     """Model of the time of a step, fitted by least squares to the steps of the running engine:
 
-    seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens
+    seconds = c0 + c1 x prefill_tokens + c2 x decode_seqs + c3 x kv_tokens (+ c4 if it has drafts)
 
-    A step replaces only what earlier steps said about its own shape. So after any number of decodes, the model still
-    knows how long prefills take.
+    A draft token counts as one more decode, because its matrix products and its sampling take as long. A step replaces
+    only what earlier steps said about its own shape. So after any number of decodes, the model still knows how long
+    prefills take.
     """
 
     def __init__(self) -> None:
         # Steps of one shape do not determine all terms. The fit attributes their time first to the terms with large
         # scales. So the first guess of the time of decodes alone is low, which makes the next step differ.
-        self._scale = np.array([1.0, 32.0, 1e2, 1e5])
-        self._sums = np.zeros((4, 5))  # of the normal equations: the matrix, and the right-hand side as last column
+        self._scale = np.array([1.0, 32.0, 1e2, 1e5, 1e2])
+        self._sums = np.zeros((5, 6))  # of the normal equations: the matrix, and the right-hand side as last column
         self._coefficients: np.ndarray | None = None
         self._forget = 1 - 0.5 ** (1 / HALF_LIFE)
         self.num_steps = 0
@@ -151,19 +152,19 @@ class StepTimeModel:
     def trusted(self) -> bool:
         return self.num_steps >= MIN_STEPS
 
-    def learn(self, shape: StepShape, seconds: float) -> None:
-        x = self._terms(shape)
+    def learn(self, shape: StepShape, seconds: float, *, drafts: bool = False) -> None:
+        x = self._terms(shape, drafts)
         known = x @ self._sums
-        if (weight := float(known[:4] @ x)) > 0:
+        if (weight := float(known[:-1] @ x)) > 0:
             # Directional forgetting (Cao and Schwartz, Automatica 36, 2000) leaves the solution of the fit as it is.
-            self._sums -= (known[:4, None] * (self._forget / weight)) * known
+            self._sums -= (known[:-1, None] * (self._forget / weight)) * known
         self._sums += x[:, None] * np.append(x, seconds)
         self.num_steps += 1
         if self.num_steps < 8 * REFIT or self.num_steps % REFIT == 0:
             self._coefficients = None
 
-    def predict(self, shape: StepShape) -> float:
-        return float(self._fit() @ self._terms(shape))
+    def predict(self, shape: StepShape, *, drafts: bool = False) -> float:
+        return float(self._fit() @ self._terms(shape, drafts))
 
     def prefill_tokens_within(self, seconds: float, decode_seqs: int, kv_tokens: int) -> int:
         """Return how many prefill tokens fit into a step of `seconds` seconds beside its decodes.
@@ -176,22 +177,22 @@ class StepTimeModel:
         per_token = fit[1] / self._scale[1]
         return max(0, int(left / per_token)) if per_token > 0 else 1 << 30
 
-    def _terms(self, shape: StepShape) -> np.ndarray:
-        terms = np.array([1.0, shape.prefill_tokens, shape.decode_seqs, shape.kv_tokens])
+    def _terms(self, shape: StepShape, drafts: bool) -> np.ndarray:
+        terms = np.array([1.0, shape.prefill_tokens, shape.decode_seqs, shape.kv_tokens, drafts])
         terms /= self._scale
         return terms
 
     def _fit(self) -> np.ndarray:
-        """Return the four coefficients of the formula, all of them 0 or more."""
+        """Return the five coefficients of the formula, all of them 0 or more."""
         # The fit is repeated without the term of the most negative coefficient until no coefficient is negative.
         if self._coefficients is None:
-            active = [0, 1, 2, 3]
+            active = [0, 1, 2, 3, 4]
             while True:
                 matrix = self._sums[np.ix_(active, active)] + 1e-6 * np.eye(len(active))
-                solution = np.linalg.solve(matrix, self._sums[active, 4])
+                solution = np.linalg.solve(matrix, self._sums[active, -1])
                 if solution.min() >= 0 or len(active) == 1:
                     break
                 active.remove(active[int(solution.argmin())])
-            self._coefficients = np.zeros(4)
+            self._coefficients = np.zeros(5)
             self._coefficients[active] = np.maximum(solution, 0)
         return self._coefficients

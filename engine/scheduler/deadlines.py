@@ -135,7 +135,7 @@ class Deadlines:
         least = sampling.max_tokens if all_tokens else max(1, sampling.min_tokens)
         more = max(0, least - request.num_output_tokens)
         uncomputed = request.num_tokens - request.num_computed_tokens
-        most_per_decode = 1 if scheduler.drafter is None else 1 + scheduler.config.num_speculative_tokens
+        most_per_decode = 1 if scheduler.drafter is None else 1 + scheduler.config.most_draft_tokens
 
         def decodes(tokens: int) -> float:
             return math.ceil(tokens / most_per_decode) * (times.step + times.decode)

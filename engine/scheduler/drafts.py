@@ -21,7 +21,7 @@ from llmsched.engine.config import MAX_DRAFT_TOKENS, ResolvedConfig
 from llmsched.engine.executor.base import RowResult
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.ledger import Ledger, SchedulerCounters
-from llmsched.engine.scheduler.ngram_index import NgramIndex, continuation
+from llmsched.engine.scheduler.ngram_index import Match, NgramIndex, continuation
 from llmsched.engine.scheduler.token_budget import DraftCosts, Pacer
 
 #: Share of draft tokens that are assumed to be right before any is checked, and the number of checked tokens whose
@@ -32,34 +32,44 @@ FORGET = 0.95
 #: In mode auto, drafts must promise this many times the tokens per second of a step without drafts. To draft, an engine
 #: that looks ahead waits for the results of the step in flight, whose cost no step-time model knows.
 LEAST_GAIN, LEAST_GAIN_AHEAD = 1.03, 1.15
-#: Steps without drafts after which drafts that seemed too slow are tried, so that their time is measured again.
-TRY_AGAIN = 64
+#: Steps without drafts after which a few draft tokens that seemed too slow are tried, so that their time is measured
+#: again. The number doubles with each try in a row, up to LONGEST_PATIENCE.
+TRY_AGAIN, LONGEST_PATIENCE = 64, 1024
 
 
 class Acceptance:
-    """Shares of checked draft tokens that were correct, by the length of the match from which they come."""
+    """Shares of checked draft tokens that were correct, by the kind of the match from which they come."""
 
     def __init__(self, longest: int) -> None:
-        self._right = [0.0] * (longest + 1)
-        self._checked = [0.0] * (longest + 1)
+        self._longest = longest
+        self._right = [[0.0, 0.0] for _ in range(longest + 1)]  # by length, and for those with a disputed match
+        self._checked = [[0.0, 0.0] for _ in range(longest + 1)]
 
-    def add(self, length: int, right: bool) -> None:
-        self._right[length] = FORGET * self._right[length] + right
-        self._checked[length] = FORGET * self._checked[length] + 1
+    def add(self, match: Match, place: int, right: bool) -> None:
+        """Count the token at index `place` of the draft that comes from `match`."""
+        length, disputed = self._kind(match, place)
+        self._right[length][disputed] = FORGET * self._right[length][disputed] + right
+        self._checked[length][disputed] = FORGET * self._checked[length][disputed] + 1
 
-    def share(self, length: int, assumed: float) -> float:
-        return (self._right[length] + ASSUMED_WEIGHT * assumed) / (self._checked[length] + ASSUMED_WEIGHT)
+    def share(self, match: Match, place: int, assumed: float) -> float:
+        length, disputed = self._kind(match, place)
+        right, checked = self._right[length][disputed], self._checked[length][disputed]
+        return (right + ASSUMED_WEIGHT * assumed) / (checked + ASSUMED_WEIGHT)
+
+    def _kind(self, match: Match, place: int) -> tuple[int, bool]:
+        # Each correct token makes the match longer by one.
+        return min(match.length + place, self._longest), match.disputed and place == 0
 
 
 class History:
     """Tokens of one request in an index, and how often its drafts were correct."""
 
-    __slots__ = ("acceptance", "guess", "index", "latest", "length", "num_accepted", "num_drafted")
+    __slots__ = ("acceptance", "guess", "index", "latest", "match", "num_accepted", "num_drafted")
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.index = NgramIndex(shortest, longest)
         self.acceptance = Acceptance(longest)
-        self.length = 0  # of the latest match
+        self.match: Match | None = None  # the latest
         self.guess: tuple[int, int] | None = None  # index in token_ids, and the token expected there
         self.num_drafted = self.num_accepted = 0
         self.latest = (0, 0)  # number of right tokens of the latest draft, and of tokens of the request after it
@@ -74,10 +84,10 @@ class Proposal(NamedTuple):
 class Drafter:
     """Chooser of drafts, as the setting `speculative` says.
 
-    With ngram, each request whose last tokens occur earlier in its prompt or output gets a draft of up to
-    num_speculative_tokens tokens. With auto, a step gets the drafts that promise the most output tokens per second,
-    according to the share of correct drafts so far and the step-time model. If a step leaves a draft out, its first
-    token is still compared with the token that the step samples, so that the share stays up to date.
+    With ngram, each request whose last tokens occur earlier in its prompt or output gets a draft. With auto, a step
+    gets the drafts that promise the most output tokens per second, according to the share of correct drafts so far and
+    the step-time model. If a step leaves a draft out, its first token is still compared with the token that the step
+    samples, so that the share stays up to date.
     """
 
     def __init__(self, config: ResolvedConfig, pacer: Pacer, ledger: Ledger, counters: SchedulerCounters) -> None:
@@ -85,11 +95,11 @@ class Drafter:
         self._ledger = ledger
         self._counters = counters
         self._always = config.speculative == "ngram"
-        self._most = config.num_speculative_tokens
-        self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max
+        self._most = config.most_draft_tokens
+        self._shortest, self._longest = config.shortest_lookup, config.prompt_lookup_max
         self._acceptance = Acceptance(self._longest)
         self._histories: dict[Request, History] = {}
-        self._num_declined = 0
+        self._num_declined, self._patience = 0, TRY_AGAIN
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended. Tokens of its draft that were cut after a stop string were not accepted."""
@@ -128,7 +138,7 @@ class Drafter:
         """Note the result of a request with a draft, without the samples that were dropped."""
         history, counters = self._histories[request], self._counters
         for place, (guess, found) in enumerate(zip(draft, (result, *result.more), strict=False)):
-            self._check(history, history.length + place, guess == found.token_id)
+            self._check(history, place, guess == found.token_id)
         history.guess = None
         history.num_drafted += len(draft)
         history.num_accepted += len(result.more)
@@ -149,17 +159,16 @@ class Drafter:
         token_ids = request.token_ids
         if history.guess is not None and history.guess[0] < len(token_ids):
             place, token = history.guess
-            self._check(history, history.length, token_ids[place] == token)
+            self._check(history, 0, token_ids[place] == token)
             history.guess = None
         match = history.index.find(token_ids) if history.index.extend(token_ids) else None
         if match is None:
             return None
         draft = continuation(token_ids, match.end, most + pending)
-        history.length, history.guess = match.length, (len(token_ids), draft[0])
+        history.match, history.guess = match, (len(token_ids), draft[0])
         chances, chance = [], 1.0
         for place, token in enumerate(draft):
-            length = min(match.length + place, self._longest)
-            chance *= history.acceptance.share(length, self._acceptance.share(length, ASSUMED_SHARE))
+            chance *= history.acceptance.share(match, place, self._acceptance.share(match, place, ASSUMED_SHARE))
             chances.append(chance)
             if token in request.stop_ids:
                 break
@@ -174,33 +183,35 @@ class Drafter:
         counters.accepted_by_position = tuple(counts)
         counters.accepted_tokens += times * len(positions)
 
-    def _check(self, history: History, length: int, right: bool) -> None:
-        length = min(length, self._longest)
-        history.acceptance.add(length, right)
-        self._acceptance.add(length, right)
+    def _check(self, history: History, place: int, right: bool) -> None:
+        if history.match is not None:
+            history.acceptance.add(history.match, place, right)
+            self._acceptance.add(history.match, place, right)
 
     def _counts(
         self, proposals: Sequence[Proposal], decodes: Sequence[Request], room: int, least_gain: float
     ) -> list[int]:
         kv_tokens = sum([len(request.token_ids) for request in decodes])
-        costs = self._pacer.draft_costs(len(decodes), kv_tokens)
-        assumed = self._pacer.draft_costs(len(decodes), kv_tokens, measured=False)
-        if costs is None or assumed is None:
+        if (costs := self._pacer.draft_costs(len(decodes), kv_tokens)) is None:
             return [0] * len(proposals)
+        room = min(room, costs.room)
         counts = best_counts(proposals, len(decodes), room, costs, least_gain)
-        if any(counts) or not any(optimistic := best_counts(proposals, len(decodes), room, assumed, least_gain)):
+        if any(counts):
+            self._patience = TRY_AGAIN
             return counts
-        self._num_declined += 1
-        if self._num_declined < TRY_AGAIN:
+        free = costs._replace(base=costs.plain, per_token=0.0)
+        trial = best_counts(proposals, len(decodes), min(room, max(1, len(decodes) // 4)), free, LEAST_GAIN)
+        self._num_declined += any(trial)
+        if self._num_declined < self._patience:
             return counts
-        self._num_declined = 0
-        return optimistic
+        self._num_declined, self._patience = 0, min(2 * self._patience, LONGEST_PATIENCE)
+        return trial
 
 
 def best_counts(
     proposals: Sequence[Proposal], num_decodes: int, room: int, costs: DraftCosts, least_gain: float
 ) -> list[int]:
-    """Return how many tokens of each proposal give the step the most expected tokens per second.
+    """Return how many tokens of each proposal give the step the most expected tokens per second, at most `room` in all.
 
     All are 0 if this is less than `least_gain` times the tokens per second of a step without drafts.
     """
@@ -210,7 +221,7 @@ def best_counts(
     seconds, tokens = costs.base, float(num_decodes)
     ranked = [(-chance, place, i) for i, each in enumerate(proposals) for place, chance in enumerate(each.chances)]
     for negative, _, number in sorted(ranked)[:room]:
-        if -negative * seconds <= costs.per_token * tokens or seconds + costs.per_token > costs.most:
+        if -negative * seconds <= costs.per_token * tokens:
             break
         seconds += costs.per_token
         tokens -= negative

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, cast
@@ -29,28 +28,32 @@ LEAST_PREFILL = 16
 EXTRA, EXTRA_SHARED = 2.0, 4.0
 #: Without a target_itl, steps of up to LEAST_TARGET seconds are allowed in any case: readers do not notice such gaps.
 LEAST_TARGET = 0.04
-#: Of the steps without prefills, the step-time model learns every LEARN_EVERY-th.
+#: Of the steps without prefills, the step-time model learns every LEARN_EVERY-th. If drafts are to be compared with
+#: them, it learns all.
 LEARN_EVERY = 8
 #: A step that takes longer than OUTLIER times its predicted time counts as that long, so that one pause of the machine
 #: does not change the budgets of hundreds of steps.
 OUTLIER = 3.0
 #: Consecutive steps in which decodes alone are predicted to miss target_itl before one warning is logged.
 WARN_AFTER = 32
+#: After this many steps with drafts, one step without drafts is measured for comparison: in the long run, and during
+#: the first LEARNED_DRAFTS steps with drafts.
+DRAFTS_IN_A_ROW, FIRST_DRAFTS_IN_A_ROW, LEARNED_DRAFTS = 32, 1, 8
 #: Steps after which a budget that was lowered for lack of memory is doubled. The number doubles each time memory runs
 #: out again afterwards, so that a lasting shortage costs ever fewer failed steps.
 RAISE_AFTER = 1024
 
 
 class DraftCosts(NamedTuple):
-    """Predicted times in seconds of a step of decodes: without drafts, and with drafts of n tokens in all.
+    """Predicted times in seconds of a step of decodes: `plain` without drafts, `base` + n x `per_token` with drafts.
 
-    The second is base + n x per_token, and must be at most `most`.
+    n is the number of draft tokens, at most `room`. With more, the prediction is too unsure or misses target_itl.
     """
 
     plain: float
     base: float
     per_token: float
-    most: float
+    room: int
 
 
 class Pacer:
@@ -58,9 +61,9 @@ class Pacer:
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.model = StepTimeModel()
-        #: Learns only steps of decodes and drafts, in which draft tokens count as prefill tokens. Its times differ from
-        #: those of the other model, because tokens are sampled after draft tokens, and because CUDA graphs have none.
-        self._draft_model = StepTimeModel()
+        #: Most draft tokens of a step that the model has learned, the number of steps with drafts, and how many of them
+        #: came after the latest step without drafts.
+        self._most_drafted = self._num_with_drafts = self._drafts_in_a_row = 0
         #: `limit` is less than max_num_batched_tokens after a step that ran out of memory.
         self.step_budget = self.limit = self._most = config.max_num_batched_tokens
         #: Why the latest budget is below `limit`, as details for the ledger.
@@ -69,6 +72,7 @@ class Pacer:
         self._calm_steps = 0
         self._was_raised = False
         self._target = config.target_itl
+        self._learn_every = 1 if config.speculative == "auto" else LEARN_EVERY
         self._is_baseline = config.scheduling_policy != "fair"
         self._misses = 0
         self._num_steps = -1
@@ -112,32 +116,37 @@ class Pacer:
                 LEAST_PREFILL,
             )
 
-    def draft_costs(self, num_decodes: int, kv_tokens: int, *, measured: bool = True) -> DraftCosts | None:
-        """Return the costs of drafts in a step of decodes alone, or None while too few steps were measured.
+    def draft_costs(self, num_decodes: int, kv_tokens: int) -> DraftCosts | None:
+        """Return the costs of drafts in a step of decodes alone, or None if a step without drafts must be measured.
 
-        Without `measured`, or before steps with drafts were measured, a draft token costs as much as a prefill token.
+        Their room is at most twice the draft tokens of an earlier step, but at least one for each decode.
         """
-        if not self.model.trusted:
+        most = DRAFTS_IN_A_ROW if self._num_with_drafts >= LEARNED_DRAFTS else FIRST_DRAFTS_IN_A_ROW
+        if not self.model.trusted or self._drafts_in_a_row >= most:
             return None
-        model = self._draft_model if measured and self._draft_model.trusted else self.model
-        without, with_one = (StepShape(count, num_decodes, kv_tokens) for count in (0, 1))
-        plain, base = self.model.predict(without), model.predict(without)
-        most = math.inf if self._target is None else self._target
-        return DraftCosts(plain, max(plain, base), model.predict(with_one) - base, most)
+        shapes = [StepShape(0, count, kv_tokens) for count in (num_decodes, num_decodes + 1)]
+        base, with_one = (self.model.predict(shape, drafts=True) for shape in shapes)
+        per_token, room = with_one - base, max(num_decodes, 2 * self._most_drafted)
+        if self._target is not None and base + room * per_token > self._target:
+            room = int((self._target - base) / per_token) if self._target > base else 0
+        return DraftCosts(self.model.predict(shapes[0]), base, per_token, room)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Add a computed plan and its time in seconds to the step-time model."""
         has_prefills = bool(plan.rows) and plan.rows[-1].num_tokens > 1  # decodes are the first rows
         if self._is_due(has_prefills or plan.num_draft_tokens > 0):
             # `shape_of` also counts what this model does not use, which takes time in every step.
-            counts = [row.num_tokens for row in plan.rows]
+            counts, num_drafted = [row.num_tokens for row in plan.rows], plan.num_draft_tokens
             kv_tokens = sum([row.start for row in plan.rows]) + sum(counts)
-            if plan.num_draft_tokens:
+            if num_drafted:
                 counts = [row.num_tokens - len(row.draft) for row in plan.rows]
             prefills = [count for count in counts if count > 1]
-            num_prefill_tokens = sum(prefills) + plan.num_draft_tokens
-            shape = StepShape(num_prefill_tokens, len(counts) - len(prefills), kv_tokens)
-            self._learn(self._draft_model if plan.num_draft_tokens and not prefills else self.model, shape, seconds)
+            shape = StepShape(sum(prefills), len(counts) - len(prefills) + num_drafted, kv_tokens)
+            self._learn(shape, seconds, drafts=num_drafted > 0 and not prefills)
+            if not prefills:
+                self._most_drafted = max(self._most_drafted, num_drafted)
+                self._num_with_drafts += num_drafted > 0
+                self._drafts_in_a_row = self._drafts_in_a_row + 1 if num_drafted else 0
         if self.limit < self._most:
             self._calm_steps += 1
             if self._calm_steps >= self._raise_after:
@@ -148,17 +157,17 @@ class Pacer:
     def learn_decodes(self, shape: StepShape, seconds: float) -> None:
         """Add a step of decodes alone to the step-time model, as `learn(...)` does for a plan."""
         if self._is_due(has_more=False):
-            self._learn(self.model, shape, seconds)
+            self._learn(shape, seconds)
 
     def _is_due(self, has_more: bool) -> bool:
         self._num_steps += 1
-        is_due = has_more or not self.model.trusted or self._num_steps % LEARN_EVERY == 0
+        is_due = has_more or not self.model.trusted or self._num_steps % self._learn_every == 0
         return is_due and not self._is_baseline
 
-    def _learn(self, model: StepTimeModel, shape: StepShape, seconds: float) -> None:
-        if model.trusted:
-            seconds = min(seconds, OUTLIER * max(model.predict(shape), LEAST_TARGET))
-        model.learn(shape, seconds)
+    def _learn(self, shape: StepShape, seconds: float, *, drafts: bool = False) -> None:
+        if self.model.trusted:
+            seconds = min(seconds, OUTLIER * max(self.model.predict(shape, drafts=drafts), LEAST_TARGET))
+        self.model.learn(shape, seconds, drafts=drafts)
 
     def lower(self, num_tokens: int) -> None:
         """Limit later steps to half of `num_tokens`, the size of a step that ran out of memory."""
