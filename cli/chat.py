@@ -51,6 +51,9 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(help="Randomness, 0 to 2; 0 takes the most likely token.")
     ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME", help="LoRA adapter of the server that answers, not the model itself.")
+    ] = None,
     api_key: KeyOption = None,
     *,
     engine_options: EngineOptions,
@@ -66,10 +69,11 @@ def chat(
       llmsched chat demo
       llmsched chat demo -m "Name three rivers." --temperature 0
       llmsched chat http://gpu-box:8000 --system "Answer in French."
+      llmsched chat http://gpu-box:8000 --adapter sql
     """
     if temperature is not None:
         check_range("temperature", temperature, 0 <= temperature <= 2, "0 to 2")
-    options = {"max_tokens": max_tokens, "temperature": temperature}
+    options = {"max_tokens": max_tokens, "temperature": temperature, "model": adapter}
     fields = {name: value for name, value in options.items() if value is not None}
     start = [] if system is None else [{"role": "system", "content": system}]
     if message is None and not sys.stdin.isatty():

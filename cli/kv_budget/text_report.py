@@ -68,8 +68,11 @@ def stacked_bar(parts: Sequence[tuple[str, int]], total: int, *, width: int = 60
     sums = list(accumulate(count for _, count in parts))
     ends = [min(width, round(width * done / total)) if total else 0 for done in sums]
     bar, legend, start = Text("["), [], 0
+    letters: list[str] = []
     for index, ((label, count), end) in enumerate(zip(parts, ends, strict=True)):
-        letter, style = label[0].upper(), f"black on {_PALETTE[index % len(_PALETTE)]}"
+        letter = next((each for each in label.upper() if each.isalpha() and each not in letters), label[0])
+        style = f"black on {_PALETTE[index % len(_PALETTE)]}"
+        letters.append(letter)
         bar.append(letter * (end - start), style=style)
         legend.append(Text.assemble((letter, style), f" {label} {human_bytes(count)}"))
         start = end

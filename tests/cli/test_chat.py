@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from command_line import CommandLine
-from scripted import EOS, ScriptedServer
+from scripted import EOS, MODEL, ScriptedServer
 from tool_templates import THINKING_TEMPLATE
 
 from llmsched.cli import chat
@@ -59,6 +59,8 @@ def test_one_message(command: CommandLine, server: ScriptedServer) -> None:
     assert (short.code, short.err) == (0, "")
     assert long.out.startswith(short.out.rstrip("\n"))
     assert len(long.out) > len(short.out) > 1
+    named = command("chat", server.url, "-m", "Hello", "--max-tokens", "3", "--temperature", "0", "--adapter", MODEL)
+    assert named.out == short.out
 
 
 def test_reasoning_is_shown_before_the_answer(command: CommandLine) -> None:
@@ -152,6 +154,7 @@ def test_a_conversation_goes_on_when_the_connection_breaks(
         (("URL", "--api-key", "wrong"), "key"),
         (("http://127.0.0.1:9",), "no valid answer from an llmsched server at http://127.0.0.1:9"),
         (("URL", "--max-tokens", "1000000"), "max_tokens"),
+        (("URL", "--adapter", "sql"), "model 'sql' is not served here"),
         (("URL", "--dtype", "float32"), "--dtype: the settings of a running server cannot be changed from here"),
         (("--device", "cpu"), "--device: the settings of a running server cannot be changed from here"),
         (("Hello there",), "'Hello there' is neither a model nor a URL; to send it as a message, put -m before it"),

@@ -370,6 +370,11 @@ def test_a_bar_does_not_run_over(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[0] == "[WWWWWWWWWW] 100 B"
 
 
+def test_parts_with_the_same_first_letter_have_letters_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    stacked_bar([("adapters", 50), ("activations", 50)], 100, width=10)
+    assert capsys.readouterr().out.splitlines()[0] == "[AAAAACCCCC] 100 B"
+
+
 def test_experts_in_host_memory_and_what_steps_copy(command: CommandLine) -> None:
     model = str(CONFIGS / "Qwen--Qwen3-30B-A3B_config.json")
     asked = ("kv-budget", model, "--gpu", "4090", "--expert-offload", "45GiB")
