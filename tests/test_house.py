@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -31,9 +32,14 @@ def modules() -> list[Path]:
     return sorted(path for part in PARTS for path in (ROOT / part).rglob("*.py"))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Name every module that a file imports, inside functions and under TYPE_CHECKING too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -87,7 +93,7 @@ def test_functions_and_classes_are_small() -> None:
     """A function has at most 60 lines, a class at most 20 methods."""
     large = []
     for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_lines(node) > 60:
                 large.append(f"{name}.{node.name}: {num_lines(node)} lines")
             elif isinstance(node, ast.ClassDef):
