@@ -169,6 +169,8 @@ def _load(
         peak = executor.warmup(plan.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len, progress)
         states = executor.state_bytes if plan.state_bytes else None
         measured = MeasuredMemory(tensor_bytes(model), executor.kv_cache_bytes, peak, states=states)
+        if not measures and not config.enforce_eager:
+            executor.capture(config.max_num_seqs, plan.max_model_len, progress)
         return _fit(executor, config, plan, measured, swap, progress) if measures else (plan, measured)
 
     with _within_memory(plan, "computing the largest steps", remedy):

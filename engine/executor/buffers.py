@@ -93,7 +93,7 @@ def step_bytes(
 
     Attention has a list of work items for each of its `num_shapes` shapes. In steps of decodes, all these lists fit.
     """
-    works = num_shapes * (num_seqs * 32 + WORK_BYTES)
+    works = num_shapes * (num_seqs * 40 + WORK_BYTES)
     tables = 4 * num_groups * num_seqs * -(-max_context // block_size)
     return tables + num_tokens * (64 + 8 * num_groups) + num_seqs * 64 + works
 

@@ -179,8 +179,13 @@ class DecodeGraphs:
             raise NotCapturableError("a replayed pass computes other logits")
 
     def _set_tables(self, inputs: ModelInputs) -> None:
-        tables = inputs.context.block_tables
-        self._tables[:, : tables.shape[1], : tables.shape[2]].copy_(tables)
+        set_tables(self._tables, inputs)
+
+
+def set_tables(target: torch.Tensor, inputs: ModelInputs) -> None:
+    """Copy the block tables of a step to the first rows and columns of `target`."""
+    tables = inputs.context.block_tables
+    target[:, : tables.shape[1], : tables.shape[2]].copy_(tables)
 
 
 def _key(inputs: ModelInputs) -> tuple[int, bool]:

@@ -26,6 +26,7 @@ from llmsched.engine.executor.buffers import MAX_STEP_BYTES, StepBuffers, step_b
 from llmsched.engine.executor.graphs import CHECKED_CONTEXTS, DecodeGraphs, ModelInputs, Recorder, cuda_recorder
 from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.executor.in_flight import LaunchedPart, LaunchedStep, PackedPart, SampledTokens
+from llmsched.engine.executor.recorded_decodes import MAX_ROWS, RecordedDecodes
 from llmsched.engine.executor.sampler import PendingLogprobs, Sampler, enqueue_logprobs, parameters_of
 from llmsched.engine.executor.state_memory import StateMemory
 from llmsched.engine.executor.stopwatch import Stopwatch
@@ -116,7 +117,7 @@ class TorchExecutor(Executor):
     def reserve(self, num_blocks: int) -> None:
         """Replace the KV cache by a new, empty one. Drop all graphs and host blocks, which belong to the old one."""
         self.used_bytes()  # waits for all work, also for weights that are still being loaded on the default stream
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: DecodeGraphs | RecordedDecodes | None = None
         self._host: HostBlocks | None = None
         self._cache = KVCache([], [], [])
         self.used_bytes()  # returns their memory
@@ -321,11 +322,12 @@ class TorchExecutor(Executor):
     ) -> CapturedGraphs | None:
         """Capture CUDA graphs for decodes of up to `max_rows` sequences. Call `warmup(...)` first.
 
-        This overwrites the KV cache. Returns None on a CPU if `record` is not given. If the capture fails, logs a
-        warning that says why and returns None.
+        This overwrites the KV cache. If the capture fails, logs a warning that says why and returns None. On a CPU,
+        if `record` is not given, passes are recorded later, and the result is None.
         """
         if record is None:
             if self._stream is None:
+                self._graphs = self._recordings(max_model_len)
                 return None
             record = cuda_recorder(self._stream)
         self._graphs = None
@@ -355,6 +357,12 @@ class TorchExecutor(Executor):
         self._graphs = graphs
         num_bytes = max(0, self.used_bytes() - before)
         return CapturedGraphs(len(captured), sizes[-1], time.perf_counter() - started, num_bytes)
+
+    def _recordings(self, max_model_len: int) -> RecordedDecodes | None:
+        if not self._model.recordable:
+            return None
+        blocks = -(-max_model_len // self.block_size)
+        return RecordedDecodes(self._model, torch.zeros(self.layout.num_groups, MAX_ROWS, blocks, dtype=torch.int32))
 
     def _decode_inputs(self, size: int, context: int, adapted: bool = False) -> ModelInputs:
         row = self._dummy_row(0, 1, context - 1, _GREEDY)

@@ -38,6 +38,8 @@ TRIAL_TOKENS = 16
 #: Largest norm of the differences of logits, relative to the logits' own spread, in float32 and in 16-bit types.
 #: Rounding alone gives 0.16 for SmolLM2-135M in bfloat16 (the tokens are random); a forgotten factor gives about 1.
 TRIAL_TOLERANCE, TRIAL_TOLERANCE_16 = 1e-3, 0.5
+#: Types in which kernels for the CPU compute a whole layer.
+RECORDED_TYPES = (torch.float32, torch.bfloat16)
 
 
 class Product(NamedTuple):
@@ -144,6 +146,8 @@ class FusedDecoder:
             for layer, call, next_norm in zip(parts.layers, calls, following, strict=True)
         ]
         self._head = product([parts.head])
+        simple = all(layer.latent is None and layer.experts is None for layer in self._layers)
+        self.recordable = simple and backend_name(self._device.type) == "cpu" and self._dtype in RECORDED_TYPES
         if adapters is not None and adapters.by_module.keys() != self._adapted:
             raise UnknownStructureError("adapters change modules that are not attention projections or MLPs")
         self._compare(model, plain)

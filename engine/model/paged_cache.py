@@ -236,6 +236,7 @@ class PagedModel(Protocol):
     attention: list[AttentionShape]  # of each of these layers
     states: ListLike[LayerState]  # of each recurrent layer
     vocab_size: int
+    recordable: bool  # True if passes over decodes consist only of torch's operations and recorded kernels
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PagedContext, logit_rows: torch.Tensor | None

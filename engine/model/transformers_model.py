@@ -42,6 +42,7 @@ class TransformersModel:
     """
 
     implementation: Literal["fused", "transformers"] = "transformers"
+    recordable = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._recurrent = RecurrentLayers(model)

@@ -12,14 +12,22 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import torch
 from numba import types
 from numba.extending import overload
 from torch import Tensor
 
 from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, exp32, jit, prefetch_rows, put, tanh32, to_float32
-from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, barrier, own_part, run, thread_num
+from llmsched.kernels.cpu.openmp import (
+    address_of,
+    arguments_type,
+    as_pointer,
+    barrier,
+    own_part,
+    run,
+    state,
+    thread_num,
+)
 from llmsched.kernels.cpu.vectors import (
     KEYS,
     MULTIPLIES_BF16,
@@ -44,14 +52,14 @@ Arguments = arguments_type(
     ),
     sizes=(
         *("num_tokens", "heads", "head_dim", "num_blocks", "kv_heads", "block_size", "value_dim", "rope_dim"),
-        *("num_sequences", "max_blocks", "num_rows", "num_splits"),
+        *("num_sequences", "max_blocks", "num_rows"),
     ),
     floats=("scale", "softcap"),
 )
 
 
 class RowList(NamedTuple):
-    rows: npt.NDArray[np.intp]  # result of `list_rows`
+    rows: Tensor  # int64, result of `list_rows`
     num_splits: int  # of all rows
 
 
@@ -108,6 +116,8 @@ def attend_rows(
     num_blocks, kv_heads, block_size, value_dim = value_cache.shape
     if rope is not None and heads % SHARING_HEADS == 0:  # several threads can then share a split
         kv_heads = heads // SHARING_HEADS
+    if state.calls is not None:  # a replay may have longer contexts
+        num_splits = (rows.shape[1] - 1) * -(-block_tables.shape[1] * block_size // SPLIT)
     parts = torch.empty(num_splits, heads, value_dim)
     stats = torch.empty(num_splits, heads, 2)
     arguments = Arguments(
@@ -115,7 +125,7 @@ def attend_rows(
         key_cache.data_ptr(),
         value_cache.data_ptr(),
         block_tables.data_ptr(),
-        rows.ctypes.data,
+        rows.data_ptr(),
         parts.data_ptr(),
         stats.data_ptr(),
         address_of(sinks),
@@ -133,7 +143,6 @@ def attend_rows(
         0 if rope is None else rope[0].shape[2],
         *block_tables.shape,
         rows.shape[1] - 1,
-        num_splits,
         scale,
         softcap or 0.0,
     )
@@ -160,15 +169,16 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
         values = numba.carray(as_pointer(a.values), (a.num_blocks, stored_heads, a.block_size, a.value_dim), cached)
         tables = numba.carray(as_pointer(a.tables), (a.num_sequences, a.max_blocks), np.int32)
         rows = numba.carray(as_pointer(a.rows), (5, a.num_rows + 1), np.intp)
-        parts = numba.carray(as_pointer(a.parts), (a.num_splits, a.heads, a.value_dim), np.float32)
-        stats = numba.carray(as_pointer(a.stats), (a.num_splits, a.heads, 2), np.float32)
+        num_splits = rows[FIRST_SPLIT, a.num_rows]
+        parts = numba.carray(as_pointer(a.parts), (num_splits, a.heads, a.value_dim), np.float32)
+        stats = numba.carray(as_pointer(a.stats), (num_splits, a.heads, 2), np.float32)
         sinks = numba.carray(as_pointer(a.sinks), (a.heads,), np.float32)
         slopes = numba.carray(as_pointer(a.slopes), (a.heads,), np.float32)
         scales = numba.carray(as_pointer(a.scales), (2, stored_heads), np.float32)
         weights, rope_weights = np.empty((group, SPLIT), np.float32), np.empty((group, SPLIT), np.float32)
         key_tile, value_tile = np.empty((TILE, a.head_dim), np.float32), np.empty((TILE, a.value_dim), np.float32)
         rope_tile = np.empty((TILE, a.rope_dim), np.float32)
-        thread, row, items = thread_num(), 0, a.num_splits * a.kv_heads
+        thread, row, items = thread_num(), 0, num_splits * a.kv_heads
         first, end = own_part(items, thread, a.num_threads)
         for item in range(first, end):
             split, kv_head = item // a.kv_heads, item % a.kv_heads
@@ -192,7 +202,8 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
                 subtract_alibi(weights, stop - start, slopes[heads], rows[STOP, row] - 1 - start)
             exponentiate(weights, stop - start, stats[split, heads])
             sum_values(weights, values, table, kv_head, start, stop, parts[split, heads], value_tile)
-        barrier()
+        if a.num_threads > 1:
+            barrier()
         of_values = 0 if a.rope_dim > 0 else 1
         first, end = own_part(a.num_rows, thread, a.num_threads)
         for row in range(first, end):

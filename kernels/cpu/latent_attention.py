@@ -26,9 +26,9 @@ def attend_latent_rows(
 ) -> None:
     """Write the attention of the query tokens in `listed` to `output` [tokens, heads, M], with absorbed products."""
     computed = query.dtype if query.dtype in (torch.float32, torch.bfloat16) else torch.float32
-    rows = listed.rows.copy()
-    rows[TOKEN, :-1] = np.arange(rows.shape[1] - 1)
-    tokens = torch.from_numpy(listed.rows[TOKEN, :-1]) if rows.shape[1] - 1 < len(query) else None
+    rows = listed.rows.clone()
+    rows[TOKEN, :-1] = torch.arange(rows.shape[1] - 1)
+    tokens = listed.rows[TOKEN, :-1] if rows.shape[1] - 1 < len(query) else None
     part = query if tokens is None else query[tokens]
     keys, ropes = absorbed(part[..., : widths.key], weight), part[..., widths.key :]
     attended = torch.empty(len(part), query.shape[1], widths.rank, dtype=computed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -25,6 +27,15 @@ from llmsched.kernels.cpu.compiled import jit
 
 THREAD_NUM_SYMBOL = "llmsched_omp_get_thread_num"
 BARRIER_SYMBOL = "llmsched_omp_barrier"
+
+
+class State(threading.local):
+    #: Addresses and arguments of the bodies that this thread runs, and whether on all threads, if it records them (see
+    #: recording.py).
+    calls: list[tuple[int, Any, bool]] | None = None
+
+
+state = State()
 
 
 @cache
@@ -68,6 +79,8 @@ def run(body: Any, arguments: Any, *, parallel: bool) -> None:
     # Never fewer than all threads, because libgomp would end the unused threads. Short work keeps the GIL, because
     # another thread would hold a released GIL for longer than the work takes.
     runtime = load_runtime() if parallel else None
+    if state.calls is not None:
+        state.calls.append((body.address, arguments, runtime is not None))
     if runtime:
         arguments.num_threads = num_threads = torch.get_num_threads()
         runtime.GOMP_parallel(body.address, ctypes.addressof(arguments), num_threads, 0)
@@ -97,6 +110,18 @@ def as_pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(types.intp), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call(typing_context: Any, function: Any, argument: Any) -> Any:
+    """Call the C function at the address `function` with the address `argument`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t]).as_pointer()
+        builder.call(builder.inttoptr(args[0], kind), [builder.inttoptr(args[1], cgutils.voidptr_t)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
 
 
 def only_thread() -> int:

@@ -23,6 +23,9 @@ from llmsched.kernels.cpu.lora import add_lora as add_lora
 from llmsched.kernels.cpu.lora import prepare_lora as prepare_lora
 from llmsched.kernels.cpu.prefill_attention import attend_chunk
 from llmsched.kernels.cpu.products import linear as linear
+from llmsched.kernels.cpu.recording import NotRecordableError as NotRecordableError
+from llmsched.kernels.cpu.recording import Recording as Recording
+from llmsched.kernels.cpu.recording import compile_replay as compile_replay
 from llmsched.kernels.experts import route as route
 from llmsched.kernels.fp8 import FP8_TYPES, stored
 from llmsched.kernels.latents import LatentWidths
@@ -43,9 +46,10 @@ def prepare_attention(
     layers: Sequence[AttentionShape], cu_seqlens_q: Int32, context_lens: Int32, device: torch.device, put: Put
 ) -> list[Work]:
     """Return the Work of each layer. Layers with the same window have the same Work."""
-    works = {
-        window: list_work(cu_seqlens_q, context_lens, window=window) for window in {layer.window for layer in layers}
-    }
+    works = {}
+    for window in {shape.window for shape in layers}:
+        work = list_work(cu_seqlens_q, context_lens, window=window)
+        works[window] = work._replace(listed=work.listed._replace(rows=put(work.listed.rows.numpy())))
     return [works[layer.window] for layer in layers]
 
 
@@ -55,7 +59,7 @@ def list_work(bounds: Int32, contexts: Int32, *, window: int | None) -> Work:
         for sequence in (bounds[1:] - bounds[:-1] > MAX_ROW_QUERIES).nonzero()[0].tolist()
     ]
     rows = list_rows(bounds, contexts, MAX_ROW_QUERIES, window or 0)
-    return Work(chunks, RowList(rows, int(rows[-1, -1])))
+    return Work(chunks, RowList(torch.from_numpy(rows), int(rows[-1, -1])))
 
 
 def paged_attention(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,9 +18,20 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from llmsched.kernels.cpu.compiled import ELEMENTS, c_function, from_bfloat16, from_float32, jit, prefetch_rows, put
+from llmsched.kernels.cpu.compiled import (
+    ELEMENTS,
+    c_function,
+    from_bfloat16,
+    from_float32,
+    jit,
+    prefetch_rows,
+    put,
+    to_float32,
+)
 from llmsched.kernels.cpu.openmp import address_of, arguments_type, as_pointer, own_part, run, thread_num
+from llmsched.kernels.cpu.packed_pairs import multiply_pairs, ordered, scale_fractions
 from llmsched.kernels.cpu.packed_vectors import FLOAT_8, INTEGER_4, INTEGER_8, TABLE_4, multiply_tile, unpack_row
+from llmsched.kernels.cpu.vectors import MULTIPLIES_BF16
 from llmsched.kernels.packed_matrix import BLOCK, TILE_NUMBERS, PackedMatrix
 
 CHUNK = 16  # rows of the matrix that a thread multiplies by all rows before it reads the next
@@ -32,7 +43,7 @@ MAX_ROWS = {torch.float32: 64, torch.bfloat16: 16}
 _own = threading.local()
 
 Arguments = arguments_type(
-    addresses=("rows", "codes", "scales", "offsets", "table", "output"),
+    addresses=("rows", "codes", "scales", "offsets", "table", "output", "bias"),
     sizes=("num_rows", "size", "first", "end", "groups", "width"),
 )
 
@@ -41,28 +52,32 @@ def linear(rows: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None) -> 
     """Compute `reference.linear` for a `weight` that consists of the packed matrices `parts`."""
     output = rows.new_empty(len(rows), sum(len(part.codes) for part in parts))
     few = len(rows) <= MAX_ROWS.get(rows.dtype, 0) and all(len(part.codes) >= CHUNK for part in parts)
-    computed, found = (rows.float().contiguous(), output.float()) if few else (rows, output)
     column, written = 0, rows.dtype if rows.dtype in MAX_ROWS else torch.float32
+    added = None if bias is None else bias.to(rows.dtype).contiguous()
     for part in parts:
-        inputs = computed if part.order is None else computed.index_select(1, part.order)
-        outputs = found[:, column : column + len(part.codes)]
+        inputs = rows if part.order is None else rows.index_select(1, part.order)
         multiply, unpack = _bodies_for(part, written)
         if few:
-            multiply_packed(multiply, inputs, part, outputs)
+            multiply_packed(multiply, inputs.contiguous(), part, added, output, column)
         else:
-            unpack_and_multiply(unpack, written, inputs, part, outputs)
+            unpack_and_multiply(unpack, written, inputs, part, output[:, column : column + len(part.codes)])
         column += len(part.codes)
-    if bias is not None:
-        found += bias
-    return found.to(rows.dtype)
+    if bias is not None and not few:
+        output += bias
+    return output
 
 
-def multiply_packed(body: Any, rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
-    """Write rows @ matrix.T to `output`, for a few float32 rows. `body` is a `product_body`."""
-    # Rows of `output` may be parts of longer rows.
+def multiply_packed(
+    body: Any, rows: Tensor, matrix: PackedMatrix, bias: Tensor | None, output: Tensor, column: int
+) -> None:
+    """Write rows @ matrix.T + bias to the columns of `output` from `column` on, for a few rows.
+
+    `body` is a `product_body`. `bias` is of all columns.
+    """
     parallel = len(rows) * matrix.codes.numel() >= PARALLEL_WEIGHTS
-    arguments = _arguments(rows, matrix, output, 0, len(matrix.codes), output.stride(0))
-    run(body, arguments, parallel=parallel)
+    start = column * output.itemsize
+    addresses = output.data_ptr() + start, 0 if bias is None else bias.data_ptr() + start
+    run(body, _arguments(rows, matrix, *addresses, 0, len(matrix.codes), output.shape[1]), parallel=parallel)
 
 
 def unpack_and_multiply(body: Any, written: torch.dtype, rows: Tensor, matrix: PackedMatrix, output: Tensor) -> None:
@@ -72,7 +87,7 @@ def unpack_and_multiply(body: Any, written: torch.dtype, rows: Tensor, matrix: P
     tile = _scratch(count * size, written).view(count, size)
     for first in range(0, total, count):
         end = min(first + count, total)
-        arguments = _arguments(rows, matrix, tile, first, end, size)
+        arguments = _arguments(rows, matrix, tile.data_ptr(), 0, first, end, size)
         run(body, arguments, parallel=True)
         torch.mm(rows, tile[: end - first].to(rows.dtype).T, out=output[:, first:end])
 
@@ -85,10 +100,10 @@ def _scratch(numbers: int, dtype: torch.dtype) -> Tensor:
     return whole.view(dtype)[:numbers]
 
 
-def _arguments(rows: Tensor, matrix: PackedMatrix, output: Tensor, first: int, end: int, width: int) -> Any:
-    addresses = (rows, matrix.codes, matrix.scales, matrix.offsets, matrix.table, output)
+def _arguments(rows: Tensor, matrix: PackedMatrix, output: int, bias: int, first: int, end: int, width: int) -> Any:
+    tensors = (rows, matrix.codes, matrix.scales, matrix.offsets, matrix.table)
     sizes = (*rows.shape, first, end, matrix.scales.shape[1], width)
-    return Arguments(*map(address_of, addresses), *sizes)
+    return Arguments(*map(address_of, tensors), output, bias, *sizes)
 
 
 def _bodies_for(matrix: PackedMatrix, written: torch.dtype) -> tuple[Any, Any]:
@@ -114,67 +129,108 @@ def bodies(
     """
     coding = {torch.uint8: TABLE_4 if has_table else INTEGER_4, torch.int8: INTEGER_8}.get(codes, FLOAT_8)
     layout = coding, int(offsets is not None), 2 if halves else 1, ELEMENTS[scales], ELEMENTS[offsets or scales]
-    return product_body(*layout), unpacking_body(*layout, ELEMENTS[written])
+    element = ELEMENTS[written]
+    return product_body(*layout, element), unpacking_body(*layout, element)
 
 
 @cache
-def product_body(coding: int, shifted: int, groups_in_block: int, scale: np.dtype[Any], offset: np.dtype[Any]) -> Any:
+def product_body(
+    coding: int,
+    shifted: int,
+    groups_in_block: int,
+    scale: np.dtype[Any],
+    offset: np.dtype[Any],
+    element: np.dtype[Any],
+) -> Any:
     per_byte = 2 if coding in (INTEGER_4, TABLE_4) else 1
+    by_pairs = element == ELEMENTS[torch.bfloat16] and MULTIPLIES_BF16 and coding == INTEGER_4 and groups_in_block == 1
+    prepare = ordered if by_pairs else widened
+    multiply = chunk_function(by_pairs, coding, shifted, groups_in_block)
 
     @c_function(types.CPointer(numba.from_dtype(Arguments.dtype)))
     def body(pointer: Any) -> None:
         a = numba.carray(pointer, 1)[0]
-        rows = numba.carray(as_pointer(a.rows), (a.num_rows, a.size), np.float32)
+        rows = numba.carray(as_pointer(a.rows), (a.num_rows, a.size), element)
         codes = numba.carray(as_pointer(a.codes), (a.end, a.size // per_byte), np.int8)
         scales = numba.carray(as_pointer(a.scales), (a.end * a.groups,), scale)
         offsets = numba.carray(as_pointer(a.offsets), (a.end * a.groups,), offset)
-        table = numba.carray(as_pointer(a.table), (16,), np.float32)
-        output = numba.carray(as_pointer(a.output), (a.num_rows, a.width), np.float32)
-        shift, repeat = blocks_of_group(a.size // BLOCK * groups_in_block // a.groups)
-        wide_scales = np.empty((CHUNK, a.groups * repeat), np.float32)
-        wide_offsets = np.empty((CHUNK, a.groups * repeat), np.float32)
+        bias = numba.carray(as_pointer(a.bias), (a.width,), element)
+        output = numba.carray(as_pointer(a.output), (a.num_rows, a.width), element)
+        x, table = prepare(rows, numba.carray(as_pointer(a.table), (1, 16), np.float32))
+        count = a.size // BLOCK * groups_in_block // a.groups
+        shift, repeat = (0, count) if by_pairs else blocks_of_group(count)
+        # Vectors of numbers may reach beyond the last row of the chunk.
+        wide_scales = np.zeros((2 * CHUNK, a.groups * repeat), np.float32)
+        wide_offsets = np.zeros((2 * CHUNK, a.groups * repeat), np.float32)
+        own_scales, own_offsets = wide_scales[:CHUNK].ravel(), wide_offsets[:CHUNK].ravel()
         sums = np.empty(CHUNK, np.float32)
         chunk, stop = own_part((a.end + CHUNK - 1) // CHUNK, thread_num(), a.num_threads)
         while chunk < stop:
             first = min(chunk * CHUNK, a.end - CHUNK)  # the last chunk may overlap the one before
             prefetch_rows(codes, min(first + CHUNK, a.end), min(first + 2 * CHUNK, a.end))
-            spread(scales[first * a.groups :], repeat, wide_scales.ravel())
+            spread(scales[first * a.groups :], repeat, own_scales)
             if shifted:
-                spread(offsets[first * a.groups :], repeat, wide_offsets.ravel())
-            number = 0
-            while number < a.num_rows:
-                left = a.num_rows - number
-                count = 1 if left == 1 else 2 if left == 2 else 4 if left <= 4 else 8
-                columns = 2 if count == 8 else 4
-                for start in range(0, CHUNK, columns):
-                    row = first + start
-                    if count == 1:
-                        multiply_tile(
-                            codes, row, wide_scales, wide_offsets, start, shift, table, rows, number, sums,
-                            1, 4, coding, shifted, groups_in_block,
-                        )  # fmt: skip
-                    elif count == 2:
-                        multiply_tile(
-                            codes, row, wide_scales, wide_offsets, start, shift, table, rows, number, sums,
-                            2, 4, coding, shifted, groups_in_block,
-                        )  # fmt: skip
-                    elif count == 4:
-                        multiply_tile(
-                            codes, row, wide_scales, wide_offsets, start, shift, table, rows, number, sums,
-                            4, 4, coding, shifted, groups_in_block,
-                        )  # fmt: skip
-                    else:
-                        multiply_tile(
-                            codes, row, wide_scales, wide_offsets, start, shift, table, rows, number, sums,
-                            8, 2, coding, shifted, groups_in_block,
-                        )  # fmt: skip
-                    for column in range(columns):
-                        for each in range(min(count, left)):
-                            output[number + each, row + column] = sums[column * count + each]
-                number += count
+                spread(offsets[first * a.groups :], repeat, own_offsets)
+            if by_pairs:
+                scale_fractions(own_scales, own_offsets, shifted)
+            multiply(codes, first, wide_scales, wide_offsets, shift, table, x, sums, bias, a.bias != 0, output)
             chunk += 1
 
     return body
+
+
+@cache
+def chunk_function(by_pairs: bool, coding: int, shifted: int, groups_in_block: int) -> Callable[..., None]:
+    """Return a function that multiplies CHUNK rows of a matrix by all rows, and adds a bias."""
+    tile = multiply_pairs if by_pairs else multiply_tile
+
+    @jit()
+    def multiply(
+        codes: Any, first: int, scales: Any, offsets: Any, shift: int, table: Any, x: Any, sums: Any,
+        bias: Any, biased: bool, output: Any,
+    ) -> None:  # fmt: skip
+        for number in range(0, output.shape[0], 8):
+            left = output.shape[0] - number
+            count = 1 if left == 1 else 2 if left == 2 else 4 if left <= 4 else 8
+            columns = 2 if count == 8 else 4
+            for start in range(0, CHUNK, columns):
+                row = first + start
+                if count == 1:
+                    tile(
+                        codes, row, scales, offsets, start, shift, table, x, number, sums,
+                        1, 4, coding, shifted, groups_in_block,
+                    )  # fmt: skip
+                elif count == 2:
+                    tile(
+                        codes, row, scales, offsets, start, shift, table, x, number, sums,
+                        2, 4, coding, shifted, groups_in_block,
+                    )  # fmt: skip
+                elif count == 4:
+                    tile(
+                        codes, row, scales, offsets, start, shift, table, x, number, sums,
+                        4, 4, coding, shifted, groups_in_block,
+                    )  # fmt: skip
+                else:
+                    tile(
+                        codes, row, scales, offsets, start, shift, table, x, number, sums,
+                        8, 2, coding, shifted, groups_in_block,
+                    )  # fmt: skip
+                for column in range(columns):
+                    added = to_float32(bias[row + column]) if biased else np.float32(0)
+                    for each in range(min(count, left)):
+                        put(output[number + each], row + column, sums[column * count + each] + added)
+
+    return multiply
+
+
+@jit()
+def widened(rows: Any, table: Any) -> Any:
+    """Return rows in float32, and `table`."""
+    wide = np.empty(rows.shape, np.float32)
+    for row in range(rows.shape[0]):
+        for i in range(rows.shape[1]):
+            wide[row, i] = to_float32(rows[row, i])
+    return wide, table
 
 
 @cache

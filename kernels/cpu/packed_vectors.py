@@ -66,7 +66,7 @@ def multiply_tile(
         kinds = signature.args
         size = columns(context, builder, kinds[7], rows)
         index = size.type
-        inputs = _row_addresses(context, builder, kinds[7], rows, number, how_many)
+        inputs = row_addresses(context, builder, kinds[7], rows, number, how_many)
         numbers = layout.load_table(builder, context.make_array(kinds[6])(context, builder, table).data)
         packed = []
         for each in range(how_many_columns):
@@ -93,7 +93,7 @@ def multiply_tile(
     return types.void(*numbers, count, num_columns, coding, shifted, groups_in_block), codegen
 
 
-def _row_addresses(context: Any, builder: Any, kind: Any, rows: Any, number: Any, count: int) -> list[Any]:
+def row_addresses(context: Any, builder: Any, kind: Any, rows: Any, number: Any, count: int) -> list[Any]:
     """Return the addresses of `count` rows of an array, from `number` on.
 
     The last row is repeated in place of missing rows.

@@ -72,11 +72,8 @@ def score_bf16_keys(typing_context: Any, query: Any, head: Any, keys: Any, key: 
     """Do the same as `score_keys` for `query` and `keys` of bfloat16 (as uint16). The CPU must have MULTIPLIES_BF16."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pairs = ir.VectorType(ir.IntType(32), LANES)
-        dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VECTOR, [VECTOR, pairs, pairs]), _DOT)
-        return write_scores(
-            context, builder, signature, args, pairs, lambda one, other, total: builder.call(dot, [total, one, other])
-        )
+        dot = bf16_dot(builder)
+        return write_scores(context, builder, signature, args, WORDS, lambda one, other, total: dot(total, one, other))
 
     return types.void(query, types.intp, keys, types.intp, scores, types.intp), codegen
 
@@ -146,6 +143,13 @@ def widen_fp8(builder: Any, codes: Any, format: Fp8) -> Any:
     magnitude = builder.select(is_special, builder.or_(moved, words(0x7F800000)), finite)
     sign = builder.shl(builder.and_(bits, words(0x80)), words(24))
     return builder.bitcast(builder.or_(magnitude, sign), VECTOR)
+
+
+def bf16_dot(builder: Any) -> Callable[[Any, Any, Any], Any]:
+    """Return a function that adds the products of two vectors of bfloat16, as WORDS, to a vector of float32."""
+    function = ir.FunctionType(VECTOR, [VECTOR, WORDS, WORDS])
+    dot = cgutils.get_or_insert_function(builder.module, function, _DOT)
+    return lambda total, one, other: builder.call(dot, [total, one, other])
 
 
 def words(number: int) -> Any:

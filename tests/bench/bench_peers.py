@@ -13,7 +13,11 @@ gap show them. Servers that are not found are named and left out:
   transformers[serving] and accelerate)
 - llama.cpp: `llama-server` on the PATH, or --llama-server PATH; it gets the GGUF file of --gguf
 
+--floor also measures in each round the products and the attention of a decode step and of one prompt's prefill, by the
+calls with which llmsched computes them (step_floor.py). They bound what llmsched can reach with these kernels.
+
 python tests/bench/bench_peers.py [--model MODEL] [--dtype bfloat16] [--concurrency 1 8 32] [--rounds 3] [--only NAME]
+  [--floor]
 """
 
 from __future__ import annotations
@@ -40,10 +44,12 @@ from llmsched.cli.load.random_lengths import parse_lengths
 from llmsched.cli.load.synthetic_load import SyntheticLoad
 from llmsched.cli.targets.http_target import HttpOptions, open_server
 from llmsched.cli.targets.interface import RunPlan
+from llmsched.engine import EngineConfig
 from llmsched.engine.goodput import Slo
 from llmsched.engine.model.source import locate
 from llmsched.engine.progress import silent
 
+FLOOR_SECONDS = 20.0
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 #: Requests at each concurrency, per running request: long enough for a steady state, short enough for several rounds.
@@ -208,6 +214,35 @@ def table(results: dict[tuple[str, int], list[Figures]], names: Sequence[str]) -
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
+def measure_floors(options: argparse.Namespace) -> list[float]:
+    """Return the floors of one prompt's prefill and of a decode step at each concurrency, in seconds."""
+    from step_floor import floors, load_executor
+
+    length = options.input_len + _longest(options.output_len)
+    config = EngineConfig(options.model, dtype=options.dtype, max_model_len=length + 64)
+    context = options.input_len + _longest(options.output_len) // 2
+    steps = [[(context, 1)] * concurrency for concurrency in options.concurrency]
+    return floors(load_executor(config), [[(0, options.input_len)], *steps], FLOOR_SECONDS)
+
+
+def floor_table(
+    results: dict[tuple[str, int], list[Figures]], found: Sequence[float], options: argparse.Namespace
+) -> None:
+    """Print, for each concurrency, the tokens/s that the floor allows, and how far llmsched is from it."""
+    prefill, *steps = found
+    tokens = _longest(options.output_len)
+    print(f"\nThe floor of a prefill is {1e3 * prefill:.0f} ms.\n")
+    print("| concurrency | floor tokens/s | llmsched's share | floor of a decode step ms | P50 ITL / floor |")
+    print(f"|{' --- |' * 5}")
+    for concurrency, step in zip(options.concurrency, steps, strict=True):
+        limit = tokens * concurrency / (prefill * concurrency + step * (tokens - 1))
+        cells = [str(concurrency), f"{limit:.0f}", "-", f"{1e3 * step:.1f}", "-"]
+        if rows := results.get(("llmsched", concurrency)):
+            cells[2] = f"{statistics.median(row.tokens_per_s for row in rows) / limit:.2f}"
+            cells[4] = f"{statistics.median(row.itl_p50 for row in rows) / (1e3 * step):.2f}"
+        print(f"| {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -216,6 +251,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", default="128", metavar="LENGTHS", help="for example 128 or 64..128")
+    parser.add_argument("--floor", action="store_true", help="measure the floor of llmsched's steps too")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--vllm", default="vllm", metavar="PATH")
     parser.add_argument("--transformers", default="transformers", metavar="PATH")
@@ -224,6 +260,7 @@ def main() -> None:
     options = parser.parse_args()
     peers = find_peers(options)
     results: dict[tuple[str, int], list[Figures]] = {}
+    found: list[list[float]] = []
     for number in range(options.rounds):
         for peer in list(peers):
             try:
@@ -235,10 +272,14 @@ def main() -> None:
             except RuntimeError as error:
                 print(f"{peer.name}: left out from here on: {error}", file=sys.stderr)
                 peers.remove(peer)
+        if options.floor:
+            found.append(measure_floors(options))
     load = os.getloadavg()[0]
     print(f"MEASURED: {options.model} in {options.dtype}, {options.input_len} tokens in, {options.output_len} out,")
     print(f"{options.rounds} rounds, load average {load:.1f} at the end\n")
     table(results, [peer.name for peer in peers])
+    if options.floor:
+        floor_table(results, [min(times) for times in zip(*found, strict=True)], options)
 
 
 if __name__ == "__main__":

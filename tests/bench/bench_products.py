@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bench_kernels import Contender, best_times
 
+from llmsched.engine.executor.recorded_decodes import MAX_ROWS
 from llmsched.engine.executor.torch_executor import TorchExecutor
 from llmsched.engine.model.decoder import FusedDecoder
 from llmsched.engine.model.loader import load_config, load_model
@@ -39,7 +40,9 @@ def load(form: str) -> TorchExecutor:
     dtype, packed = FORMS[form]
     source = locate("demo")
     model = load_model(source, load_config(source), device="cpu", dtype=dtype, packed=packed)
-    return TorchExecutor(model, num_blocks=1024, block_size=16, device="cpu", kv_dtype=dtype)
+    executor = TorchExecutor(model, num_blocks=1024, block_size=16, device="cpu", kv_dtype=dtype)
+    executor.capture(MAX_ROWS, 2 * CONTEXT)
+    return executor
 
 
 def products(decoder: FusedDecoder) -> list[Any]:
@@ -55,12 +58,16 @@ def weights_of(product: Any) -> list[Tensor]:
     return [tensor for part in product.weight for tensor in part if tensor is not None]
 
 
-def all_products(executor: TorchExecutor, dtype: torch.dtype, count: int) -> Callable[[], None]:
+def all_products(
+    executor: TorchExecutor, dtype: torch.dtype, count: int, num_logits: int | None = None
+) -> Callable[[], None]:
+    """Return a function that multiplies `count` rows by all matrices, and `num_logits` (None: all) by the head."""
     decoder: Any = executor._model
     computed = []
     for product in products(decoder):
         size = (product.weight if isinstance(product.weight, Tensor) else product.weight[0]).shape[1]
-        computed.append((product, torch.randn(count, size).to(dtype)))
+        rows = count if num_logits is None or product is not decoder._head else num_logits
+        computed.append((product, torch.randn(rows, size).to(dtype)))
 
     def run() -> None:
         for product, rows in computed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numba
@@ -61,6 +62,24 @@ def test_products_with_few_and_many_rows(kind: Kind) -> None:
         for count in NUM_ROWS:
             assert product_error(ops, kind, count, shape, FLOAT32) < 2e-6
         assert product_error(reference, kind, 3, shape, FLOAT32, bias=True) < 2e-6
+
+
+@pytest.mark.parametrize(("kind", "pairs"), [(KINDS[0], True), (KINDS[6], True), (KINDS[7], True), (KINDS[0], False)])
+def test_only_results_of_bfloat16_rows_are_rounded(kind: Kind, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs without an instruction for pairs of bfloat16 numbers compute in float32."""
+    if pairs and not packed_products.MULTIPLIES_BF16:
+        pytest.skip("this CPU lacks the instruction")
+    monkeypatch.setattr(packed_products, "MULTIPLIES_BF16", pairs)
+    monkeypatch.setattr(packed_products, "bodies", packed_products.bodies.__wrapped__)
+    monkeypatch.setattr(packed_products, "product_body", cache(packed_products.product_body.__wrapped__))
+    for shape in SHAPES[1:]:
+        matrix = random_matrix(kind, shape[0], fitting(kind, shape[1]))
+        for count in NUM_ROWS[:-1]:
+            rows = normal(count, matrix.shape[1], dtype=BFLOAT16, seed=count)
+            expected = rows.double() @ matrix.unpacked().double().T
+            found = ops.linear(rows, (matrix,), None).double()
+            allowed = expected.abs() * torch.finfo(BFLOAT16).eps / 2 + 2e-6 * expected.abs().max()
+            assert ((found - expected).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)

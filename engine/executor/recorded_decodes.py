@@ -1,0 +1,69 @@
+"""Recordings of forward passes on a CPU that compute only a few decodes."""
+# With few rows, the Python code between kernels takes a large part of a step. So the first pass with some number of
+# rows is recorded, and later passes with as many rows replay the recording. What it reads must have the same addresses
+# in every step (see StepBuffers).
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from llmsched.engine.errors import one_line
+from llmsched.engine.executor.graphs import ModelInputs, set_tables
+from llmsched.engine.model.paged_cache import PagedModel
+from llmsched.kernels.dispatch import backend_name, load_backend
+
+#: Rows up to which passes are recorded. With more rows, products take so long that calls of kernels do not matter.
+MAX_ROWS = 8
+
+logger = logging.getLogger(__name__)
+
+
+class RecordedDecodes:
+    """Recorded forward passes of a model over decodes: one for each number of rows. A row is one sequence.
+
+    `tables` [groups, MAX_ROWS, blocks] (int32) are the block tables that the recordings read. They must be large enough
+    for every step. The model must be `recordable`.
+    """
+
+    def __init__(self, model: PagedModel, tables: torch.Tensor) -> None:
+        self._model, self._tables = model, tables
+        self._backend: Any = load_backend(backend_name("cpu"))
+        #: Recordings and their logits, by the number of rows and by the size of the arrays that they read.
+        self._recorded: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
+        self._fails = False
+        self._backend.compile_replay()
+
+    def size_for(self, num_rows: int) -> int | None:
+        """Return `num_rows` if steps with as many decodes are recorded, else None."""
+        return None if self._fails or num_rows > MAX_ROWS else num_rows
+
+    def run(self, inputs: ModelInputs) -> torch.Tensor:
+        """Record or replay a pass, and return the logits [rows, vocab_size].
+
+        The logits are valid until the next call. Except for the block tables, the tensors in `inputs` must have the
+        same addresses as in earlier passes with as many rows.
+        """
+        context, size = inputs.context, len(inputs.input_ids)
+        if inputs.fixed_bytes is None or context.lora:
+            return self._model.forward(inputs.input_ids, inputs.positions, context, None)
+        set_tables(self._tables, inputs)
+        key = size, inputs.fixed_bytes
+        if key in self._recorded:
+            recording, logits = self._recorded[key]
+            recording.replay()
+            return logits
+        context = replace(context, block_tables=self._tables[:, :size])
+        recording = self._backend.Recording()
+        try:
+            with recording:
+                logits = self._model.forward(inputs.input_ids, inputs.positions, context, None)
+        except self._backend.NotRecordableError as error:
+            logger.warning("decodes run without recordings: %s", one_line(error))
+            self._fails = True
+            return self._model.forward(inputs.input_ids, inputs.positions, context, None)
+        self._recorded[key] = recording, logits
+        return logits
