@@ -139,8 +139,8 @@ class EngineConfig:
     )
     enforce_eager: bool = knob(
         False,
-        "on a GPU, launch each operation of every step; by default, steps of up to 512 decodes and no prefill run as "
-        "CUDA graphs, which need one launch per step but take memory",
+        "start each operation of every step from Python; by default, steps without a prefill run on a GPU as CUDA "
+        "graphs (up to 512 decodes), which take one launch per step and some memory, on a CPU as recordings (up to 8)",
     )
     expert_offload: int = knob(
         0,

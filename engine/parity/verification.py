@@ -251,7 +251,7 @@ def engine_for(loaded: LoadedModel, case: ParityCase) -> tuple[Engine, TorchExec
         adapters=loaded.adapters,
         checkpoint_scales=loaded.checkpoint_scales,
     )
-    executor.capture(num_seqs, config.max_model_len)  # on a GPU, as serve does
+    executor.capture(num_seqs, config.max_model_len)  # as serve does
     kv = make_kv(config, case.num_blocks, swap, loaded.layout)
     return Engine(config, loaded.info, loaded.tokenizer, executor, kv), executor
 

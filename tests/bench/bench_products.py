@@ -32,7 +32,12 @@ from llmsched.engine.model.loader import load_config, load_model
 from llmsched.engine.model.source import locate
 
 #: What the products compute with: type of activations, and whether matrices stay quantised.
-FORMS = {"quantised": (torch.float32, True), "float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False)}
+FORMS = {
+    "quantised": (torch.bfloat16, True),
+    "quantised float32": (torch.float32, True),
+    "float32": (torch.float32, False),
+    "bfloat16": (torch.bfloat16, False),
+}
 CONTEXT = 256
 
 
