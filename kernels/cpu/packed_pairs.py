@@ -200,7 +200,7 @@ def _quarters(builder: Any, vectors: list[Any]) -> list[Any]:
 
 
 @jit()
-def scale_fractions(scales: Any, offsets: Any, shifted: bool) -> None:
+def scale_fractions(scales: Any, offsets: Any, shifted: int) -> None:
     """Change scales and offsets of codes to those of the numbers 1 + code / 16, in place."""
     for i in range(scales.shape[0]):
         scale = np.float32(SPLIT_CODES) * scales[i]

@@ -49,11 +49,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Recording:
         openmp.state.calls = self._calls
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         openmp.state.calls = None
         self._end_region()
 
@@ -94,13 +94,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _in_own_memory(self, found: Tensor) -> Tensor:
         """Return a copy of a tensor in memory of this recording."""
         num_bytes = found.untyped_storage().nbytes()
-        free = (memory for memory, user in self._memory.values() if memory.nbytes == num_bytes and user.expired())
         if num_bytes == 0:
             return found
-        memory = next(free, None)
+        owned: list[tuple[Tensor, Any]] = list(self._memory.values())
+        memory = next((memory for memory, user in owned if memory.nbytes == num_bytes and user.expired()), None)
         memory = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory
         kept = _view(memory, found)
-        self._memory[memory.data_ptr()] = memory, StorageWeakRef(kept.untyped_storage())
+        user = StorageWeakRef(kept.untyped_storage())  # type: ignore[no-untyped-call]
+        self._memory[memory.data_ptr()] = memory, user
         return kept.copy_(found)
 
     def _alias(self, values: Any) -> Any:
