@@ -67,3 +67,10 @@ class RecordedDecodes:
             return self._model.forward(inputs.input_ids, inputs.positions, context, None)
         self._recorded[key] = recording, logits
         return logits
+
+
+def recorded_decodes(model: PagedModel, num_groups: int, num_blocks: int) -> RecordedDecodes | None:
+    """Return recordings for sequences of up to `num_blocks` blocks, or None if the model is not `recordable`."""
+    if not model.recordable:
+        return None
+    return RecordedDecodes(model, torch.zeros(num_groups, MAX_ROWS, num_blocks, dtype=torch.int32))

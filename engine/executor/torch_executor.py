@@ -26,7 +26,7 @@ from llmsched.engine.executor.buffers import MAX_STEP_BYTES, StepBuffers, step_b
 from llmsched.engine.executor.graphs import CHECKED_CONTEXTS, DecodeGraphs, ModelInputs, Recorder, cuda_recorder
 from llmsched.engine.executor.host_blocks import HostBlocks
 from llmsched.engine.executor.in_flight import LaunchedPart, LaunchedStep, PackedPart, SampledTokens
-from llmsched.engine.executor.recorded_decodes import MAX_ROWS, RecordedDecodes
+from llmsched.engine.executor.recorded_decodes import RecordedDecodes, recorded_decodes
 from llmsched.engine.executor.sampler import PendingLogprobs, Sampler, enqueue_logprobs, parameters_of
 from llmsched.engine.executor.state_memory import StateMemory
 from llmsched.engine.executor.stopwatch import Stopwatch
@@ -327,7 +327,9 @@ class TorchExecutor(Executor):
         """
         if record is None:
             if self._stream is None:
-                self._graphs = self._recordings(max_model_len)
+                self._graphs = recorded_decodes(
+                    self._model, self.layout.num_groups, -(-max_model_len // self.block_size)
+                )
                 return None
             record = cuda_recorder(self._stream)
         self._graphs = None
@@ -357,12 +359,6 @@ class TorchExecutor(Executor):
         self._graphs = graphs
         num_bytes = max(0, self.used_bytes() - before)
         return CapturedGraphs(len(captured), sizes[-1], time.perf_counter() - started, num_bytes)
-
-    def _recordings(self, max_model_len: int) -> RecordedDecodes | None:
-        if not self._model.recordable:
-            return None
-        blocks = -(-max_model_len // self.block_size)
-        return RecordedDecodes(self._model, torch.zeros(self.layout.num_groups, MAX_ROWS, blocks, dtype=torch.int32))
 
     def _decode_inputs(self, size: int, context: int, adapted: bool = False) -> ModelInputs:
         row = self._dummy_row(0, 1, context - 1, _GREEDY)

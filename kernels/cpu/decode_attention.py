@@ -22,11 +22,11 @@ from llmsched.kernels.cpu.openmp import (
     address_of,
     arguments_type,
     as_pointer,
-    barrier,
     own_part,
     run,
     state,
     thread_num,
+    wait_for_all,
 )
 from llmsched.kernels.cpu.vectors import (
     KEYS,
@@ -118,8 +118,7 @@ def attend_rows(
         kv_heads = heads // SHARING_HEADS
     if state.calls is not None:  # a replay may have longer contexts
         num_splits = (rows.shape[1] - 1) * -(-block_tables.shape[1] * block_size // SPLIT)
-    parts = torch.empty(num_splits, heads, value_dim)
-    stats = torch.empty(num_splits, heads, 2)
+    parts, stats = (torch.empty(num_splits, heads, size) for size in (value_dim, 2))
     arguments = Arguments(
         query.data_ptr(),
         key_cache.data_ptr(),
@@ -194,16 +193,14 @@ def thread_body(element: np.dtype[Any], cached: np.dtype[Any]) -> Any:
                 score_heads(rope_query[token, heads], rope_keys, table, kv_head, start, stop, rope_weights, rope_tile)
                 ratio = scales[1, kv_head] / scales[0, kv_head] if a.scales != 0 else np.float32(1)
                 add_scores(weights, rope_weights, stop - start, ratio)
-            scale = a.scale * scales[0, kv_head] if a.scales != 0 else a.scale
-            scale_scores(weights, stop - start, scale)
+            scale_scores(weights, stop - start, a.scale * scales[0, kv_head] if a.scales != 0 else a.scale)
             if a.softcap > 0:
                 cap_scores(weights, stop - start, a.softcap)
             if a.slopes != 0:
                 subtract_alibi(weights, stop - start, slopes[heads], rows[STOP, row] - 1 - start)
             exponentiate(weights, stop - start, stats[split, heads])
             sum_values(weights, values, table, kv_head, start, stop, parts[split, heads], value_tile)
-        if a.num_threads > 1:
-            barrier()
+        wait_for_all(a.num_threads)
         of_values = 0 if a.rope_dim > 0 else 1
         first, end = own_part(a.num_rows, thread, a.num_threads)
         for row in range(first, end):

@@ -143,3 +143,10 @@ else:
 thread_num = types.ExternalFunction(THREAD_NUM_SYMBOL, types.int32())
 #: Wait until all threads that run the body have called it. On the calling thread alone it does nothing.
 barrier = types.ExternalFunction(BARRIER_SYMBOL, types.void())
+
+
+@jit()
+def wait_for_all(num_threads: int) -> None:
+    """Call `barrier()` if the body runs on several threads. Other threads may wait for this one in a recording."""
+    if num_threads > 1:
+        barrier()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ SPLIT_CODES = 16  # a code c is read as 1 + c / 16
 #: Shifts to the left that move the codes of a word, two at a time, to the highest bits of bfloat16 fractions.
 _SHIFTS = (3, -1, -5, -9)
 _FRACTIONS, _ONES = 0x00780078, 0x3F803F80
+_ZEROS = ir.Constant(VECTOR, None)
+_FACTORS = ir.VectorType(FLOAT, BLOCKS)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -77,32 +80,21 @@ def multiply_pairs(
             row, place = builder.add(first, index(each)), builder.add(start, index(each))
             of_row = (address(context, builder, kinds[2], array, place) for array in (scales, offsets))
             packed.append((address(context, builder, kinds[0], codes, row), *of_row))
-        zeros = ir.Constant(VECTOR, None)
-        totals = [cgutils.alloca_once_value(builder, zeros) for _ in range(how_many_columns * how_many)]
+        totals = [cgutils.alloca_once_value(builder, _ZEROS) for _ in range(how_many_columns * how_many)]
         with cgutils.for_range(builder, _rounded_up(builder, blocks, BLOCKS)) as loop:
             byte, block = (builder.mul(loop.index, index(step)) for step in (BLOCKS * PAIRS, BLOCKS))
             exists = _first_lanes(builder, builder.sdiv(builder.sub(row_bytes, byte), index(4)))
             place = builder.mul(loop.index, index(BLOCKS * PAIRS))
-            weights, factors = [], []
-            for code, scale, _ in packed:
-                weights.append(_fractions(builder, _masked_load(builder, builder.gep(code, [byte]), exists)))
-                of_blocks = load(builder, scale, block, ir.VectorType(FLOAT, BLOCKS))
-                spread = mask([lane // BLOCKS for lane in range(LANES)])
-                factors.append(builder.shuffle_vector(of_blocks, of_blocks, spread))
+            weights = [_fractions(builder, builder.gep(code, [byte]), exists) for code, *_ in packed]
+            factors = [_repeated(builder, load(builder, scale, block, _FACTORS)) for _, scale, _ in packed]
             for number, row in enumerate(inputs):
-                places = [builder.add(place, index(LANES * part)) for part in range(BLOCKS)]
-                x = [load(builder, row, each, WORDS) for each in places]
+                x = [load(builder, row, builder.add(place, index(LANES * part)), WORDS) for part in range(BLOCKS)]
                 for own, factor, total in zip(weights, factors, totals[number::how_many], strict=True):
-                    found = zeros
+                    found = _ZEROS
                     for pair, weight in zip(x, own, strict=True):
                         found = dot(found, pair, weight)
                     builder.store(multiply_add(builder, found, factor, builder.load(total)), total)
-        with cgutils.for_range(builder, _rounded_up(builder, blocks, LANES)) as loop:
-            block = builder.mul(loop.index, index(LANES))
-            for column, (_, _, offset) in enumerate(packed):
-                for own, total in zip(input_sums, totals[column * how_many :], strict=False):
-                    product = load(builder, offset, block), load(builder, own, block)
-                    builder.store(multiply_add(builder, *product, builder.load(total)), total)
+        _add_products(builder, blocks, [offset for _, _, offset in packed], input_sums, totals)
         found = sum_each(builder, [builder.load(total) for total in totals])
         target = context.make_array(kinds[9])(context, builder, sums).data
         builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
@@ -110,6 +102,20 @@ def multiply_pairs(
 
     numbers = (codes, types.intp, scales, offsets, types.intp, types.intp, block_sums, pairs, types.intp, sums)
     return types.void(*numbers, count, num_columns, coding, shifted, groups_in_block), codegen
+
+
+def _repeated(builder: Any, numbers: Any) -> Any:
+    """Repeat each of the numbers of four blocks in the lanes of its block."""
+    return builder.shuffle_vector(numbers, numbers, mask([lane // BLOCKS for lane in range(LANES)]))
+
+
+def _add_products(builder: Any, blocks: Any, offsets: list[Any], input_sums: list[Any], totals: list[Any]) -> None:
+    """Add the products of each matrix row's offsets and each input row's sums to the totals."""
+    with cgutils.for_range(builder, _rounded_up(builder, blocks, LANES)) as loop:
+        block = builder.mul(loop.index, blocks.type(LANES))
+        for (offset, own), total in zip(product(offsets, input_sums), totals, strict=True):
+            numbers = load(builder, offset, block), load(builder, own, block)
+            builder.store(multiply_add(builder, *numbers, builder.load(total)), total)
 
 
 def _rounded_up(builder: Any, total: Any, size: int) -> Any:
@@ -133,9 +139,9 @@ def _masked_load(builder: Any, pointer: Any, exists: Any) -> Any:
     return builder.call(masked, [place, ir.IntType(32)(1), exists, words(0)])
 
 
-def _fractions(builder: Any, codes: Any) -> list[Any]:
-    """Return the codes in words as four vectors of pairs of bfloat16 numbers 1 + code / 16."""
-    found = []
+def _fractions(builder: Any, pointer: Any, exists: Any) -> list[Any]:
+    """Load the codes of four blocks, see `_masked_load`, as four vectors of pairs of bfloat16 numbers 1 + code / 16."""
+    codes, found = _masked_load(builder, pointer, exists), []
     for shift in _SHIFTS:
         moved = builder.shl(codes, words(shift)) if shift > 0 else builder.lshr(codes, words(-shift))
         found.append(builder.or_(builder.and_(moved, words(_FRACTIONS)), words(_ONES)))
