@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class RecordedDecodes:
     """Recorded forward passes of a model over decodes: one for each number of rows. A row is one sequence.
 
-    `tables` [groups, MAX_ROWS, blocks] (int32) are the block tables that the recordings read. They must be large enough
-    for every step. The model must be `recordable`.
+    `tables` [groups, MAX_ROWS, blocks] (int32) are the block tables that the recordings read. Steps with adapters, or
+    with more blocks, run without recordings. The model must be `recordable`.
     """
 
     def __init__(self, model: PagedModel, tables: torch.Tensor) -> None:
@@ -48,10 +48,11 @@ class RecordedDecodes:
         same addresses as in earlier passes with as many rows.
         """
         context, size = inputs.context, len(inputs.input_ids)
-        if inputs.fixed_bytes is None or context.lora:
+        fits = inputs.fixed_bytes is not None and context.block_tables.shape[2] <= self._tables.shape[2]
+        if not fits or context.lora:
             return self._model.forward(inputs.input_ids, inputs.positions, context, None)
         set_tables(self._tables, inputs)
-        key = size, inputs.fixed_bytes
+        key = size, inputs.fixed_bytes or 0
         if key in self._recorded:
             recording, logits = self._recorded[key]
             recording.replay()
