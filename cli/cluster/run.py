@@ -93,9 +93,7 @@ def _ray(address: str | None, host: str, port: int) -> Iterator[Any]:
             )
         yield context
     finally:
-        if address is None:
-            serve.shutdown()
-        ray.shutdown()
+        ray.shutdown()  # ends all processes of a Ray that was started here
 
 
 def _check_address(address: str) -> None:

@@ -1,7 +1,7 @@
 """Cost of the ingress and its router: a tiny model behind `serve --replicas 1` against plain `serve` (MEASURED).
 
 Both servers run at the same time, and rounds alternate between them. A round sends short requests one after the other,
-then streams at once. The bench prints the time of a short request (prompt of 1,024 tokens as text, one token out), and
+then streams at once. The bench prints the time of a short request (950 characters in, one token out), and
 the CPU time per request and per token of each process on the way: Ray's proxy, the ingress with the router, the server.
 
 python tests/bench/bench_replicas.py [STREAMS]    Default: 16. Takes about three minutes.
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from bench_http import Client
 from tiny_models import save_tiny_model
 
-ROUNDS, REQUESTS, OUTPUT_TOKENS = 5, 20, 400
+ROUNDS, REQUESTS, OUTPUT_TOKENS = 4, 20, 300
 SETTINGS = (
     *("--port", "0", "--device", "cpu", "--dtype", "float32", "--max-model-len", "4096"),
     *("--kv-cache-memory-bytes", "128MiB", "--no-enable-prefix-caching"),
@@ -83,7 +83,7 @@ class Server:
 
 
 def requests(server: Server, times: list[float]) -> None:
-    text = "one two three four " * 256
+    text = "one two three four " * 50
     with httpx.Client(base_url=server.url, timeout=120) as client:
         for number in range(REQUESTS):
             begun = time.perf_counter()
