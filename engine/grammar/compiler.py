@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from llmsched.engine.errors import QueueFullError, RequestError, one_line
-from llmsched.engine.grammar.schema_check import check_schema, check_values
+from llmsched.engine.grammar.schema_check import check_schema, check_values, has_free_spacing
 from llmsched.engine.grammar.spec import JSON_OPTIONS, GrammarSpec, inline_json, inline_schemas, literals
 from llmsched.engine.text.tokenizer import BYTE_TOKEN, check_unicode
 from llmsched.engine.threads import in_a_thread
@@ -56,8 +56,6 @@ _BYTES_PER_SECOND, _LEAST_BYTES = 150e6, 1 << 18
 _STACK_BYTES = 256 << 20
 #: By default, where only one text can follow, llguidance allows only the tokens into which it divides that text.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-#: Flags that turn on free spacing, outside classes of characters. The conversion to Lark would change their meaning.
-_FREE_SPACING = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\\?\]?|\(\?(?P<flags>[a-zA-Z]*x[a-zA-Z]*)(?:-[a-zA-Z]+)?[:)]", re.S)
 #: Number of masks from which threads compute them. To wake a thread takes about as long as a mask.
 _PARALLEL_MASKS = 8
 #: With these limits, a mask takes about 20 ms at most, and a grammar about 100 MB. A request that needs more fails.
@@ -327,7 +325,7 @@ def _lark(spec: GrammarSpec) -> str:
         case "regex":
             if (len(spec.text) - len(spec.text.rstrip("\\"))) % 2:  # the conversion would drop the last one
                 raise ValueError("it ends with a backslash that escapes nothing")
-            if any(found["flags"] for found in _FREE_SPACING.finditer(spec.text)):
+            if has_free_spacing(spec.text):
                 raise ValueError("it has the flag x (free spacing), which is not supported")
             return f"start: /{regex_to_lark(spec.text, 'dws')}/"
         case "choice":

@@ -22,6 +22,8 @@ _CONTROLS_IN_PATTERN = re.compile(
     rf"(?P<control>{_CONTROLS.pattern}|\\(?:x|u00)(?:0[0-7bef]|1[0-9a-f]|7f))|\\.|\[(?:\\.|[^\]\\])*+\\?\]?",
     re.I | re.S,
 )
+#: Flags that turn on free spacing, outside classes of characters. llguidance would change the meaning.
+_FREE_SPACING = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\\?\]?|\(\?(?P<flags>[a-zA-Z]*x[a-zA-Z]*)(?:-[a-zA-Z]+)?[:)]", re.S)
 #: Largest least common multiple of all values of multipleOf. llguidance takes time and memory in proportion to it.
 MAX_MULTIPLE = 100_000
 #: Seconds that the search for the place of an error may take.
@@ -45,7 +47,7 @@ def check_schema(schema: Any, compile_problem: Callable[[Any], str | None]) -> s
 
 def check_values(schema: Any) -> str | None:
     """Return which value of a schema the compiler would not enforce, or would enforce at a high cost, and where."""
-    found = _ignored_limit(schema) or _large_multiple(schema) or _dropped_character(schema)
+    found = _ignored_limit(schema) or _large_multiple(schema) or _unsupported_text(schema)
     return found and f"at {found[0]}: {found[1]}"
 
 
@@ -80,8 +82,8 @@ def _digits(value: float) -> int:
     return int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits)))
 
 
-def _dropped_character(schema: Any) -> tuple[str, str] | None:
-    """Return the path of a control character that llguidance would drop from outputs, and a message."""
+def _unsupported_text(schema: Any) -> tuple[str, str] | None:
+    """Return the path of a text or pattern of which llguidance would change the meaning, and a message."""
     for path, node in _all_schemas(schema):
         for keyword in ("const", "enum"):
             if any(map(_CONTROLS.search, _strings(node.get(keyword)))):
@@ -91,7 +93,14 @@ def _dropped_character(schema: Any) -> tuple[str, str] | None:
         for pattern in filter(lambda each: isinstance(each, str), patterns):
             if any(found["control"] for found in _CONTROLS_IN_PATTERN.finditer(pattern)):
                 return path, f"the pattern {pattern[:60]!r} has a control character, which is not supported"
+            if has_free_spacing(pattern):
+                return path, f"the pattern {pattern[:60]!r} has the flag x (free spacing), which is not supported"
     return None
+
+
+def has_free_spacing(pattern: str) -> bool:
+    """Return True if a regular expression has the flag x, with which white space and comments count for nothing."""
+    return any(found["flags"] for found in _FREE_SPACING.finditer(pattern))
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -97,6 +97,7 @@ def test_an_unsupported_keyword_is_named_with_its_place(keyword: str, value: Any
         ({"properties": 5}, "#", "properties must be an object"),
         ({"items": {"const": {"a": ["b\0c"]}}}, "#/items/const", "control characters"),
         ({"enum": ["a", "\x7f"]}, "#/enum", "control characters"),
+        ({"items": {"pattern": "^(?x) a b #c\n c$"}}, "#/items", "flag x"),
         ({"type": "string", "pattern": r"^a\x01b$"}, "#", "control character"),
         ({"type": "object", "patternProperties": {"^a\x01$": {}}}, "#", "control character"),
         ({"type": "object", "minProperties": 1, "properties": {"a": {}, "b": {}}}, "#", "min/maxProperties"),

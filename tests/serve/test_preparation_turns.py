@@ -57,3 +57,25 @@ def test_the_thread_of_large_requests_rests_after_each_turn_beside_others(
 
     asyncio.run(collect())
     assert slept == pytest.approx(rests)
+
+
+@pytest.mark.parametrize("busy", Work)
+def test_no_kind_of_work_waits_for_another(busy: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    gate = threading.Event()
+
+    def stuck() -> Iterator[int]:
+        assert gate.wait(60)
+        yield 1
+
+    async def collect() -> None:
+        threads = PreparationTurns(lambda: False)
+        late = [asyncio.create_task(threads.collect(stuck(), busy)) for _ in range(9)]
+        await asyncio.sleep(0)
+        for work in {*Work} - {busy}:
+            assert await asyncio.wait_for(threads.collect(iter([1, 2]), work), 30) == [1, 2]
+        assert not any(task.done() for task in late)
+        gate.set()
+        assert await asyncio.gather(*late) == [[1]] * 9
+
+    asyncio.run(collect())
