@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llmsched.engine.architecture.quantised_layouts import expert_matrix
-from llmsched.engine.architecture.quantised_matrix import EXPANDING
+from llmsched.engine.architecture.quantised_matrix import EXPANDING, TIME_STEPS
 from llmsched.engine.architecture.quantization import JOINED_EXPERTS, format_name, settings_of
 from llmsched.engine.errors import ConfigError
 
@@ -45,7 +45,9 @@ ONLINE_FORMATS: Mapping[str, OnlineFormat] = {
 }
 #: Rows of matrices with 4-bit codes consist of blocks of this size.
 _BLOCK = 32
-_KEPT = re.compile(rf"bias|norm|router|conv|\bgate\.|wpe|position|vis(ual|ion)|audio|projector|\b{EXPANDING}\b")
+_KEPT = re.compile(
+    rf"bias|norm|router|conv|\bgate\.|wpe|position|vis(ual|ion)|audio|projector|\b({EXPANDING}|{TIME_STEPS})\b"
+)
 _EXPERTS = re.compile(r"\.experts\b")
 _JOINED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj")
 _VOCABULARY = re.compile(r"lm_head|embed|\bwte\b")

@@ -20,6 +20,8 @@ _COLUMNS, _GROUP = 32, 16
 #: Name of the matrices that expand latent vectors (MLA). They are dequantised, because a decode multiplies queries by
 #: one part of them and outputs by the transposed other part (see kernels/latents.py).
 EXPANDING = "kv_b_proj"
+#: Name of the modules with a matrix that Mamba-1 uses without calling the module.
+TIME_STEPS = "dt_proj"
 
 
 class Stored(NamedTuple):
@@ -50,7 +52,8 @@ class QuantisedMatrix:
     @property
     def is_kept(self) -> bool:
         """True if the matrix can stay quantised by itself. Matrices of single experts must be joined first."""
-        return self.layout == "experts" or not (".experts." in self.weight or f".{EXPANDING}." in self.weight)
+        dense = any(f".{name}." in self.weight for name in ("experts", EXPANDING, TIME_STEPS))
+        return self.layout == "experts" or not dense
 
     @property
     def is_ordered(self) -> bool:

@@ -17,11 +17,13 @@ from stepping import Stepper, make_sequence
 
 from llmsched.cli.serve.banner import start_rows
 from llmsched.engine.architecture.config_fields import read_fields
+from llmsched.engine.architecture.geometry import kv_geometry
 from llmsched.engine.architecture.weights import model_weights
 from llmsched.engine.build import build_engine, tensor_bytes
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.errors import ModelError
 from llmsched.engine.executor.torch_executor import TorchExecutor
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.memory.planner import open_planner
 from llmsched.engine.model.checkpoint import open_checkpoint
 from llmsched.engine.model.loader import load_config, load_model
@@ -66,7 +68,8 @@ def loaded_bytes(model: Any) -> int:
 
 def assert_logits_equal(model: Any, reference: Any, impl: Any = "auto") -> TorchExecutor:
     """Assert that the engine's logits for chunks of a prompt are those of a transformers model."""
-    sizes: dict[str, Any] = {"num_blocks": 16, "block_size": 16, "device": "cpu"}
+    layout = KVLayout(16, full_groups=bool(kv_geometry(model.config).caches_kv))
+    sizes: dict[str, Any] = {"num_blocks": 16, "block_size": 16, "layout": layout, "num_states": 1, "device": "cpu"}
     executor = TorchExecutor(model, **sizes, kv_dtype=torch.float32, model_impl=impl)
     [found] = Stepper(executor, [make_sequence("a", PROMPT)], 100).logits((7,))
     with torch.inference_mode():
@@ -89,6 +92,15 @@ def test_values_logits_and_bytes_of_each_format(case: str, tmp_path: Path) -> No
     assert weights.count + sum(held.values()) == loaded_bytes(model)
     assert weights.exact
     assert len(weights.packed_types) == 1
+    assert_logits_equal(model, checkpoint.model)
+
+
+@pytest.mark.parametrize(("arch", "sizes"), [("mamba", {"time_step_rank": 32}), ("qwen3_5", {})])
+def test_recurrent_layers_of_quantised_checkpoints(arch: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    checkpoint = save_quantised(tmp_path, "fp8 row", arch, num_hidden_layers=3, **sizes)
+    model = load(tmp_path)
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    assert planned(tmp_path).count == loaded_bytes(model)
     assert_logits_equal(model, checkpoint.model)
 
 
