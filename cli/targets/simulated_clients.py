@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
@@ -9,24 +10,25 @@ from heapq import heappop, heappush
 from llmsched.cli.figures.record import Chunk, ReportedUsage, RequestFailed, RequestRecord
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.engine.core import Timeline
-from llmsched.engine.errors import LlmschedError
+from llmsched.engine.errors import LlmschedError, QueueFullError
 from llmsched.engine.request import Request
 from llmsched.engine.scheduler.scheduler import Update
 from llmsched.engine.simulated_engine import SimulatedEngine
 
-#: Chooses the index of the engine for a request: called with its name, its prompt and the time.
-Route = Callable[[str, list[int], float], int]
+#: Chooses the index of the engine for a request: called with its name, its prompt, the time, and the indices of the
+#: engines that have refused it because their queues are full.
+Route = Callable[[str, Sequence[int], float, Sequence[int]], int]
 
 
-def to_first_engine(name: str, prompt: list[int], now: float) -> int:
+def to_first_engine(name: str, prompt: Sequence[int], now: float, refused_by: Sequence[int]) -> int:
     return 0
 
 
 class SimulatedClients:
     """Clients that send a load to simulated engines and keep records as `run_load` does, but in virtual time.
 
-    `route` chooses the engine for each request. The engines' clocks advance independently: the engine whose next step
-    begins first is the next to step. `on_end` is called with the record of each request that ends.
+    `route` chooses the engine for each request. The engines' clocks advance independently: the engine whose next
+    eventful step begins first is the next to step. `on_end` is called with the record of each request that ends.
     """
 
     def __init__(
@@ -56,24 +58,30 @@ class SimulatedClients:
         self._deadlines: list[deque[tuple[float, str]]] = [deque() for _ in engines]
         self._records: list[RequestRecord] = []
 
-    def run(self, after_step: Callable[[], None] = lambda: None) -> list[RequestRecord]:
+    def run(self, after_step: Callable[[float], None] = lambda now: None) -> list[RequestRecord]:
         """Run the engines until the load ends. Return the records of all requests sent, in the order of sending.
 
-        Call `after_step` after each step. Raises CancelledError after a step if Ctrl-C has cancelled the current task.
+        Call `after_step` after each eventful step, with the time at which it began. Raises CancelledError after such a
+        step if Ctrl-C has cancelled the current task.
         """
         try:
             task = asyncio.current_task()
         except RuntimeError:  # outside an event loop
             task = None
         while (index := self._next_engine()) is not None:
+            begin = self._engines[index].clock.now
             self._step(index)
-            after_step()
+            after_step(begin)
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError
         return self._records
 
     def _step(self, index: int) -> None:
         engine = self._engines[index]
+        if self._add_decoded(index):
+            self._ready[index] = self._next_step(index)
+            if self._ready[index] > engine.clock.now:  # more uneventful steps follow
+                return
         updates = engine.step()
         self._end_overdue(index)
         now = engine.clock.now
@@ -86,24 +94,25 @@ class SimulatedClients:
                 running[0].chunks.append(chunk)
             if request.finish_reason is not None:
                 self._end(request.request_id, now, _failure(running[0], update), index)
-        times = engine.skip_decodes(self._uneventful_until(index))
-        if times:
-            *earlier, last = (Chunk(time, "", 1) for time in times)
-            self._add_chunks(engine, earlier)
-            self._end_overdue(index)  # only the last of these steps can end after a deadline
-            self._add_chunks(engine, [last])
-        self._ready[index] = _next_step(engine)
+        self._ready[index] = self._next_step(index)
 
-    def _uneventful_until(self, index: int) -> float:
-        """Return the time before which no request of the engine is cut short, and no request is sent to any engine."""
-        until = min(self._next_due(), self._next_deadline(index))
-        if self._coming and not self._free:  # a step of another engine may free a client
-            until = min([until, *self._ready[:index], *self._ready[index + 1 :]])
-        return until
+    def _add_decoded(self, index: int) -> bool:
+        """Add the tokens of the uneventful steps that an engine has caught up on. Return True if there are any."""
+        # This is called before the running requests of the engine change.
+        engine = self._engines[index]
+        chunks = [Chunk(time, "", 1) for time in engine.take_decoded()]
+        if chunks:
+            for request in engine.scheduler.running:
+                self._running[request.request_id][0].chunks.extend(chunks)
+        return bool(chunks)
 
-    def _add_chunks(self, engine: SimulatedEngine, chunks: list[Chunk]) -> None:
-        for request in engine.scheduler.running:
-            self._running[request.request_id][0].chunks.extend(chunks)
+    def _next_step(self, index: int) -> float:
+        """Return when the engine's next step begins that may be eventful; infinity if it has nothing to compute."""
+        engine = self._engines[index]
+        if not engine.has_work():
+            return math.inf
+        until = engine.idle_until()
+        return engine.look_ahead(self._next_deadline(index)) if until is None else until
 
     def _next_engine(self) -> int | None:
         """Send due requests, and return the engine whose next step begins first; None if all requests have ended."""
@@ -124,7 +133,7 @@ class SimulatedClients:
             if begin <= deadline:
                 return index
             self._end_overdue(index)
-            self._ready[index] = _next_step(self._engines[index])
+            self._ready[index] = self._next_step(index)
 
     def _next_due(self) -> float:
         """Return when the next request can be sent: at its due time or, if no client is free then, when one is."""
@@ -140,25 +149,33 @@ class SimulatedClients:
         record = RequestRecord(planned.index, scheduled=now if self._closed else self._start + planned.offset)
         record.ready = record.sent = now
         self._records.append(record)
-        prompt = planned.prompt.token_ids
-        assert prompt is not None
+        token_ids = planned.prompt.token_ids
+        assert token_ids is not None
+        prompt = array("i", token_ids)
         # Padded so that ids sort in the order of arrival, which breaks ties between requests of the same time.
         name = record.request_id = f"bench-{planned.index:09}"
         record.asked_tokens = planned.output_len
-        index = self._route(name, prompt, now)
-        engine = self._engines[index]
-        engine.wait_until(now)
-        try:
-            request = engine.add(name, prompt, planned.output_len, now)
-        except LlmschedError as problem:
-            record.end, record.failure = now, RequestFailed("refused", str(problem))
-            heappush(self._free, now)
-            self._on_end(record)
-            return
+        refused_by: list[int] = []
+        while True:
+            index = self._route(name, prompt, now, refused_by)
+            engine = self._engines[index]
+            engine.wait_until(now)
+            self._add_decoded(index)
+            try:
+                request = engine.add(name, prompt, planned.output_len, now)
+                break
+            except LlmschedError as problem:
+                refused_by.append(index)
+                if isinstance(problem, QueueFullError) and len(refused_by) < len(self._engines):
+                    continue
+                record.end, record.failure = now, RequestFailed("refused", str(problem))
+                heappush(self._free, now)
+                self._on_end(record)
+                return
         self._running[name] = (record, request)
         if self._timeout < math.inf:
             self._deadlines[index].append((now + self._timeout, name))
-        self._ready[index] = _next_step(engine)
+        self._ready[index] = self._next_step(index)
 
     def _end_overdue(self, index: int) -> None:
         engine, deadlines = self._engines[index], self._deadlines[index]
@@ -177,14 +194,6 @@ class SimulatedClients:
             record.timeline = Timeline(0, entries[0].time, entries)
         heappush(self._free, now)
         self._on_end(record)
-
-
-def _next_step(engine: SimulatedEngine) -> float:
-    """Return the time at which the engine's next step begins; infinite if it has nothing to compute."""
-    if not engine.has_work():
-        return math.inf
-    until = engine.idle_until()
-    return engine.clock.now if until is None else until
 
 
 def _failure(record: RequestRecord, last: Update) -> RequestFailed | None:

@@ -59,20 +59,25 @@ class SimulatedRouter:
         self._now = 0.0
         self._rule = make_rule(self.name, self.seed, lambda: self._now)
         self._replicas = [f"replica-{index}" for index in range(len(self.engines))]
+        self._index_of = {replica: index for index, replica in enumerate(self._replicas)}
         self._reporters = [StateReporter(engine.scheduler) for engine in self.engines]
         self._published = [-self.publish_seconds] * len(self.engines)
         self._span = span_of(self.engines[0].config.block_size)
         self._choices: dict[str, Choice] = {}
 
-    def route(self, name: str, prompt: list[int], now: float) -> int:
-        """Return the index of the engine for a request that arrives at `now`."""
+    def route(self, name: str, prompt: Sequence[int], now: float, refused_by: Sequence[int]) -> int:
+        """Return the index of the engine for a request that arrives at `now`, not one of the engines `refused_by`."""
         self._now = now
         if self.name == "prefix":
             self._publish(now)
+        if (before := self._choices.pop(name, None)) is not None:
+            self._rule.ended(before)
+        usable = self._replicas
+        if refused_by:
+            usable = [replica for index, replica in enumerate(self._replicas) if index not in refused_by]
         hashes = prefix_hashes(encode(prompt), "", self._span)
-        choice = self._rule.choose(self._replicas, RoutedPrompt(len(prompt), hashes, self._span))
-        self._choices[name] = choice
-        return self._replicas.index(choice.replica)
+        choice = self._choices[name] = self._rule.choose(usable, RoutedPrompt(len(prompt), hashes, self._span))
+        return self._index_of[choice.replica]
 
     def ended(self, record: RequestRecord) -> None:
         """Count a request as ended."""
@@ -82,5 +87,6 @@ class SimulatedRouter:
         for index, published in enumerate(self._published):
             if now - published >= self.publish_seconds:
                 # If an engine is in the middle of a step, its state is the one after the step.
+                self.engines[index].catch_up(now)
                 self._rule.update(self._replicas[index], self._reporters[index].report(now))
                 self._published[index] = now

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -90,7 +91,7 @@ def simulate_run(
             router.ended(record)
         progress("requests", ended, total)
 
-    with _interrupted_at_once():
+    with _interrupted_at_once(), _uncollected():
         clients = SimulatedClients(
             planned,
             engines,
@@ -118,11 +119,12 @@ class _Samples:
         self._engines = engines
         self._interval = self._next = _SAMPLE_INTERVAL
 
-    def take(self) -> None:
-        """Take a sample if one is due."""
-        now = max(engine.clock.now for engine in self._engines)
+    def take(self, now: float) -> None:
+        """Take a sample at the time `now` if one is due."""
         if now < self._next:
             return
+        for engine in self._engines:
+            engine.catch_up(now)
         schedulers = [engine.scheduler for engine in self._engines]
         usage = KVUsage(*map(sum, zip(*(scheduler.kv_usage() for scheduler in schedulers), strict=True)))
         running, waiting = (sum(len(getattr(s, name)) for s in schedulers) for name in ("running", "waiting"))
@@ -144,6 +146,19 @@ def _interrupted_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Turn off the search for garbage in the block. A simulation makes millions of objects, but hardly any cycles."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from hashlib import blake2b
 from heapq import nsmallest
 
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.prefix_tree import TOKEN_BYTES, PrefixKey, PrefixNode, Root
+from llmsched.engine.kv.recurrent_slots import StateSlots
 
 #: Tokens between two hashed prefixes, if the block size divides it.
 SPAN = 256
@@ -48,42 +50,78 @@ def prefix_hashes(tokens: bytes, salt: PrefixKey, span: int) -> list[bytes]:
 
 
 class CacheSummary:
-    """Hashes of the prefixes in a prefix tree whose length is a multiple of `blocks_per_hash` blocks.
+    """Hashes of the prefixes in a prefix tree that requests can reuse and that are a multiple of `span` tokens long.
 
-    The tree calls `add` and `remove`. If there are more than `max_hashes` prefixes, the longest are left out, the
-    oldest of equally long ones first. So each prefix of a published prefix is published too.
+    The tree calls `add` and `remove`. If there are more than `max_hashes` prefixes, the longest are left out, and of
+    equally long ones the oldest. Prefixes that lack sliding-window blocks or a recurrent state are left out as well,
+    but for a state between two spans, the prefix of the spans before it counts.
     """
 
-    def __init__(self, blocks_per_hash: int, max_hashes: int = MAX_HASHES) -> None:
-        self._blocks_per_hash = blocks_per_hash
+    def __init__(
+        self, layout: KVLayout, span: int, max_hashes: int = MAX_HASHES, states: StateSlots | None = None
+    ) -> None:
+        self._layout = layout
+        self._blocks_per_hash = span // layout.block_size
         self._max_hashes = max_hashes
-        self._hashes: dict[PrefixNode, bytes] = {}
+        self._states = states
+        self._hashes: dict[PrefixNode, bytes] = {}  # parents come before their children
         self._published: frozenset[bytes] | None = frozenset()
 
-    def add(self, node: PrefixNode) -> None:
-        if node.depth % self._blocks_per_hash:
-            return
-        keys: list[bytes] = []
-        ancestor: PrefixNode = node
-        for _ in range(self._blocks_per_hash):
-            assert ancestor.parent is not None
-            keys.append(ancestor.key)
-            ancestor = ancestor.parent
-        before = root_hash(ancestor.salt) if isinstance(ancestor, Root) else self._hashes.get(ancestor)
-        if before is None:  # cached before the summary was made
-            return
-        self._hashes[node] = next_hash(before, b"".join(reversed(keys)))
-        self._published = None
+    def add(self, nodes: Sequence[PrefixNode]) -> None:
+        """Add new nodes of the tree, each of which is the parent of the next."""
+        every = self._blocks_per_hash
+        for node in nodes[-nodes[0].depth % every :: every]:
+            path, ancestor = self._span_before(node)
+            before = root_hash(ancestor.salt) if isinstance(ancestor, Root) else self._hashes.get(ancestor)
+            if before is not None:  # None: cached before the summary was made
+                self._hashes[node] = next_hash(before, b"".join(each.key for each in reversed(path)))
+                self._published = None
 
     def remove(self, node: PrefixNode) -> None:
         if self._hashes.pop(node, None) is not None:
             self._published = None
 
     def hashes(self) -> frozenset[bytes]:
-        """Return the hashes of the cached prefixes. The same object is returned until they change."""
-        if self._published is None:
-            kept: Iterable[PrefixNode] = self._hashes
-            if len(self._hashes) > self._max_hashes:
-                kept = nsmallest(self._max_hashes, reversed(self._hashes), key=lambda node: node.depth)
+        """Return the hashes of the reusable prefixes. The same object is returned until the cache changes."""
+        if self._published is None or self._states is not None or self._layout.window_groups:
+            kept = self._reusable()
+            if len(kept) > self._max_hashes:
+                kept = nsmallest(self._max_hashes, reversed(kept), key=lambda node: node.depth)
             self._published = frozenset(map(self._hashes.__getitem__, kept))
         return self._published
+
+    def _span_before(self, node: PrefixNode) -> tuple[list[PrefixNode], PrefixNode]:
+        """Return the nodes of the span that ends with `node`, last first, and the node before them."""
+        path = []
+        for _ in range(self._blocks_per_hash):
+            path.append(node)
+            assert node.parent is not None
+            node = node.parent
+        return path, node
+
+    def _reusable(self) -> list[PrefixNode]:
+        """Return the hashed nodes up to which requests can reuse KV."""
+        if self._states is not None:
+            return self._with_state(self._states)
+        return self._with_windows() if self._layout.window_groups else list(self._hashes)
+
+    def _with_state(self, states: StateSlots) -> list[PrefixNode]:
+        found: dict[PrefixNode, None] = {}
+        for node in states.nodes():
+            for _ in range(node.depth % self._blocks_per_hash):
+                assert node.parent is not None
+                node = node.parent
+            if node in self._hashes:
+                found[node] = None
+        return list(found)
+
+    def _with_windows(self) -> list[PrefixNode]:
+        found = []
+        lengths: dict[PrefixNode, int] = {}  # blocks up to a node of which none lacks its sliding-window blocks
+        for node in self._hashes:
+            path, before = self._span_before(node)
+            present = next((count for count, each in enumerate(path) if not each.window_blocks), len(path))
+            lengths[node] = present + (lengths.get(before, 0) if present == len(path) else 0)
+            if lengths[node] >= min(node.depth, self._layout.num_behind):
+                found.append(node)
+        return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
-
-import numpy as np
 
 from llmsched.engine.kv.prefix_tree import PrefixHit, PrefixNode, PrefixTree, encode
 from llmsched.engine.request import Request
@@ -51,7 +50,7 @@ class Misses:
         self.watch = PromptWatch()
         self._prefixes = prefixes
         #: Path hashes of evicted nodes, and when they were evicted. The index is the path hash modulo MAX_GHOSTS.
-        self._ghosts, self._evicted_at = np.zeros(MAX_GHOSTS, np.int64), np.zeros(MAX_GHOSTS)
+        self._ghosts, self._evicted_at = array("q", bytes(8 * MAX_GHOSTS)), array("d", bytes(8 * MAX_GHOSTS))
 
     def evicted(self, node: PrefixNode, now: float) -> None:
         """Remember that `node` was evicted at time `now`, and forget the node at the same index."""
@@ -88,7 +87,7 @@ class Misses:
         key = encode(request.token_ids[start : start + size])
         path_hash = self._prefixes.path_hash(hit.node, salt, key)
         if self._ghosts[index := path_hash % MAX_GHOSTS] == path_hash:
-            return Miss(MissKind.EVICTED, hit.num_tokens, now - float(self._evicted_at[index]))
+            return Miss(MissKind.EVICTED, hit.num_tokens, now - self._evicted_at[index])
         if start == 0 and self._prefixes.in_other_salt(salt, key, MAX_SALTS):
             return Miss(MissKind.OTHER_SALT, hit.num_alike)
         diverged = hit.num_alike > start or (hit.node is not None and len(hit.node.children) > 0)

@@ -215,24 +215,35 @@ class PrefixCache:
             while table.node is not None and not self.tree.attached(table.node):
                 table.node, table.num_findable = table.node.parent, table.num_findable - 1
                 table.node = table.node if table.num_findable else None
-        first, key_bytes = table.num_findable, size * TOKEN_BYTES
+        first = table.num_findable
+        if num_whole <= first:
+            self.in_flight.add(request)
+            return
+        blocks, full = iter(table.full_blocks(first, num_whole)), self._layout.full_groups
+        columns = list(zip(*[blocks] * full, strict=True)) if full else [()] * (num_whole - first)
         tokens = encode(request.token_ids[first * size : num_whole * size])
-        for index in range(first, num_whole):
-            ours, ours_of_window = table.column(index)
-            key = tokens[(index - first) * key_bytes : (index - first + 1) * key_bytes]
-            node = self.tree.insert(table.node, key, request.prefix_key, ours)
+        nodes = self.tree.insert(table.node, tokens, request.prefix_key, columns)
+        for index, (node, ours) in enumerate(zip(nodes, columns, strict=True), start=first):
             if node.blocks is ours:
                 self.pool.set_findable(ours)
             else:
                 self._take_over(table, index, 0, ours, node.blocks)
-            if ours_of_window and index >= table.window_start:
-                if not node.window_blocks:
-                    self.tree.add_window(node, ours_of_window)
-                    self.pool.set_findable(ours_of_window)
-                else:
-                    self._take_over(table, index, self._layout.full_groups, ours_of_window, node.window_blocks)
-            table.node, table.num_findable = node, index + 1
+        if self._layout.window_groups:
+            self._insert_window(table, nodes)
+        table.node, table.num_findable = nodes[-1], num_whole
         self.in_flight.add(request)
+
+    def _insert_window(self, table: BlockTable, nodes: Sequence[PrefixNode]) -> None:
+        """Make the sliding-window blocks of `nodes`, which follow the findable blocks of `table`, findable."""
+        for index, node in enumerate(nodes, start=table.num_findable):
+            if index < table.window_start:
+                continue
+            _, ours = table.column(index)
+            if not node.window_blocks:
+                self.tree.add_window(node, ours)
+                self.pool.set_findable(ours)
+            else:
+                self._take_over(table, index, self._layout.full_groups, ours, node.window_blocks)
 
     def _take_over(
         self, table: BlockTable, index: int, group: int, ours: tuple[int, ...], theirs: tuple[int, ...]

@@ -57,9 +57,9 @@ class Root(PrefixNode):
 
 
 class TreeObserver(Protocol):
-    """Observer of the nodes of a prefix tree."""
+    """Observer of the nodes of a prefix tree. `add` gets new nodes, each of which is the parent of the next."""
 
-    def add(self, node: PrefixNode) -> None: ...
+    def add(self, nodes: Sequence[PrefixNode]) -> None: ...
 
     def remove(self, node: PrefixNode) -> None: ...
 
@@ -121,21 +121,32 @@ class PrefixTree:
     def path_hash(self, parent: PrefixNode | None, salt: PrefixKey, key: bytes) -> int:
         return hash((hash(salt) if parent is None else parent.path_hash, key))
 
-    def insert(self, parent: PrefixNode | None, key: bytes, salt: PrefixKey, blocks: tuple[int, ...]) -> PrefixNode:
-        """Insert blocks that hold the tokens `key` under `parent` (None: the salt's root), and return their node.
+    def insert(
+        self, parent: PrefixNode | None, tokens: bytes, salt: PrefixKey, blocks: Sequence[tuple[int, ...]]
+    ) -> list[PrefixNode]:
+        """Insert blocks under `parent` (None: the salt's root) and return their nodes, each the parent of the next.
 
-        If `parent` has a child with these tokens already, this child is returned and `blocks` are not inserted.
+        `blocks[i]` are the block ids, one for each full-attention group, of the i-th block of the encoded `tokens`. If
+        the tree has a node for these tokens already, this node is returned and `blocks[i]` are not inserted.
         """
         if parent is None and (parent := self._roots.get(salt)) is None:
             parent = self._roots[salt] = Root(salt)
-        node = parent.children.get(key)
-        if node is None:
-            node = PrefixNode(key, blocks, parent, self.path_hash(parent, salt, key))
-            parent.children[key] = node
-            self._node_of_block.update(dict.fromkeys(blocks, node))
-            if self.observer is not None:
-                self.observer.add(node)
-        return node
+        nodes: list[PrefixNode] = []
+        new: list[PrefixNode] = []
+        size = self._key_bytes
+        for start, ours in zip(range(0, len(tokens), size), blocks, strict=True):
+            key = tokens[start : start + size]
+            node = parent.children.get(key)
+            if node is None:
+                node = parent.children[key] = PrefixNode(key, ours, parent, hash((parent.path_hash, key)))
+                for block in ours:
+                    self._node_of_block[block] = node
+                new.append(node)
+            nodes.append(node)
+            parent = node
+        if new and self.observer is not None:
+            self.observer.add(new)
+        return nodes
 
     def add_window(self, node: PrefixNode, blocks: tuple[int, ...]) -> None:
         assert not node.window_blocks

@@ -39,6 +39,10 @@ class StateSlots:
         """Number of available slots beyond those reserved for requests that may still start."""
         return self.pool.num_available - self._num_idle
 
+    def nodes(self) -> list[PrefixNode]:
+        """Return the nodes that have a snapshot."""
+        return list(self._nodes.values())
+
     def open(self, request: Request, source: int | None, save_at: Iterable[int]) -> None:
         """Give an admitted request a slot. Its state is copied from the snapshot `source`, unless that is None.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 from llmsched.engine.executor.cost import StepShape
 from llmsched.engine.kv.cache_summary import CacheSummary, span_of
@@ -16,6 +17,18 @@ PUBLISH_SECONDS = 1.0
 _FIRST_TOKEN_SECONDS, _FIRST_STEP_SECONDS = 1e-4, 0.02
 #: Waiting requests whose prefix hits are looked up for one state. The others are assumed to be like them.
 _MAX_LOOKUPS = 16
+
+
+class PrefillSpeed(NamedTuple):
+    """Speed of prefills: seconds per token, and per pair of a token and a token before it."""
+
+    token_seconds: float
+    pair_seconds: float
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return the expected seconds to compute the prompt tokens `start` to `end` - 1 of a request."""
+        count = end - start
+        return count * (self.token_seconds + self.pair_seconds * (start + count / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +49,9 @@ class ReplicaState:
         """Return the expected seconds until a new request is admitted, if `num_ahead` requests wait before it."""
         return max(0, num_ahead + 1 - self.num_admissible) * self.admission_seconds
 
-    def prefill_seconds(self, start: int, end: int) -> float:
-        """Return the expected seconds to compute the prompt tokens `start` to `end` - 1 of a request."""
-        count = end - start
-        return count * (self.token_seconds + self.pair_seconds * (start + count / 2))
+    @property
+    def prefill(self) -> PrefillSpeed:
+        return PrefillSpeed(self.token_seconds, self.pair_seconds)
 
 
 class StateReporter:
@@ -47,9 +59,9 @@ class StateReporter:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        tree = scheduler.kv.prefix_cache.tree
-        self.summary = CacheSummary(span_of(tree.block_size) // tree.block_size)
-        tree.observer = self.summary
+        kv = scheduler.kv
+        self.summary = CacheSummary(kv.layout, span_of(kv.block_size), states=kv.states)
+        kv.prefix_cache.tree.observer = self.summary
 
     def report(self, now: float) -> ReplicaState:
         """Return the present state. The engine's thread calls this between two steps."""
@@ -86,12 +98,12 @@ class StateReporter:
     def _backlog(self, state: ReplicaState) -> float:
         waiting = self._scheduler.waiting
         seconds = sum(
-            state.prefill_seconds(r.num_computed_tokens, r.num_tokens)
+            state.prefill.seconds(r.num_computed_tokens, r.num_tokens)
             for r in self._scheduler.running
             if r.num_tokens - r.num_computed_tokens > 1
         )
         looked_up = list(islice(waiting, _MAX_LOOKUPS))
-        of_waiting = sum(state.prefill_seconds(self._num_kept(each), each.num_tokens) for each in looked_up)
+        of_waiting = sum(state.prefill.seconds(self._num_kept(each), each.num_tokens) for each in looked_up)
         return seconds + of_waiting * len(waiting) / max(1, len(looked_up))
 
     def _num_kept(self, request: Request) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
+from statistics import median_low
 
-from llmsched.engine.routing.replica_state import ReplicaState
-from llmsched.engine.routing.rules import SIMPLE_RULES, Choice, OpenRequests, RoutedPrompt, Rule
+from llmsched.engine.routing.replica_state import PrefillSpeed, ReplicaState
+from llmsched.engine.routing.rules import SIMPLE_RULES, Choice, OpenRequests, RoutedPrompt, Rule, num_cached
 
 #: Age in seconds from which a state is too old to be used.
 MAX_AGE = 10.0
@@ -86,13 +87,18 @@ class PrefixRouter(OpenRequests):
         super().__init__(random)
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}
+        self._median: PrefillSpeed | None = None
+        self._prompt: RoutedPrompt | None = None  # the latest, whose prefixes have the lengths `_lengths`
+        self._lengths: dict[bytes, int] = {}
 
     def update(self, replica: str, state: ReplicaState) -> None:
+        self._median = None
         self._replicas.setdefault(replica, _Replica()).update(state)
 
     def remove(self, replica: str) -> None:
         super().remove(replica)
         self._replicas.pop(replica, None)
+        self._median = None
 
     def pick(self, replicas: Sequence[str], prompt: RoutedPrompt) -> Choice:
         now = self._clock()
@@ -101,7 +107,7 @@ class PrefixRouter(OpenRequests):
             chosen, reason = self.less_loaded_of_two(replicas), "no fresh state: less loaded of two"
             if chosen not in fresh:
                 return Choice(chosen, reason)
-            choice = replace(self.expected(chosen, prompt, now), reason=reason)
+            choice = self.expected(chosen, prompt, now)._replace(reason=reason)
             self._replicas[chosen].send(choice, prompt, now)
             return choice
         choices = [self.expected(name, prompt, now) for name in fresh]
@@ -122,11 +128,22 @@ class PrefixRouter(OpenRequests):
         state = replica.state
         assert state is not None
         replica.forget_expired(now)
-        cached = max(prompt.num_cached(state.prefixes), prompt.num_cached(replica.expected))
-        prefill = state.prefill_seconds(cached, prompt.num_tokens)
+        if prompt is not self._prompt:
+            self._prompt, self._lengths = prompt, prompt.lengths()
+        cached = num_cached(self._lengths, state.prefixes, replica.expected.keys())
+        prefill = self._speed().seconds(cached, prompt.num_tokens)
         wait = max(replica.backlog_at(now), state.seconds_to_admission(state.num_waiting + len(replica.sent)))
         reason = "cached prefix" if cached else "shortest wait"
         return Choice(name, reason, cached, wait + prefill + state.step_seconds, prefill)
+
+    def _speed(self) -> PrefillSpeed:
+        """Return the median of the speeds that replicas have published. It counts for all of them."""
+        # Replicas have the same model and the same kind of GPU. Their estimates differ because each has learned from a
+        # few steps of its own.
+        if self._median is None:
+            known = [each.state.prefill for each in self._replicas.values() if each.state is not None]
+            self._median = PrefillSpeed(*(median_low(values) for values in zip(*known, strict=True)))
+        return self._median
 
 
 def _cost(choice: Choice) -> float:

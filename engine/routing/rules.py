@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from llmsched.engine.routing.replica_state import ReplicaState
 
@@ -19,21 +19,21 @@ class RoutedPrompt:
     hashes: Sequence[bytes]
     span: int
 
-    def num_cached(self, prefixes: frozenset[bytes] | set[bytes] | OrderedDict[bytes, float]) -> int:
-        """Return the length in tokens of the longest prefix whose hash is in `prefixes`."""
-        # A cached prefix is evicted before the shorter ones, so a binary search finds the longest.
-        low, high = 0, len(self.hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.hashes[middle - 1] in prefixes:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self.span
+    def lengths(self) -> dict[bytes, int]:
+        """Return the length in tokens of the prefix with each hash."""
+        return {prefix: count * self.span for count, prefix in enumerate(self.hashes, start=1)}
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+def num_cached(lengths: dict[bytes, int], *known: Set[bytes]) -> int:
+    """Return the length in tokens of the longest prefix whose hash is in one of the sets `known`.
+
+    `lengths` are those of the prompt's prefixes, by hash.
+    """
+    found = [each for each in known if not each.isdisjoint(lengths)]  # the loop below is slow
+    return max((length for prefix, length in lengths.items() for each in found if prefix in each), default=0)
+
+
+class Choice(NamedTuple):
     """Replica chosen for a request, and why."""
 
     replica: str
@@ -148,7 +148,8 @@ class AffinityRule(OpenRequests):
         if max(loads) - min(loads) > self._imbalanced:
             return Choice(self.less_loaded_of_two(replicas), "imbalanced")
         nothing: OrderedDict[bytes, float] = OrderedDict()
-        matched = {replica: prompt.num_cached(self._received.get(replica, nothing)) for replica in replicas}
+        lengths = prompt.lengths()
+        matched = {replica: num_cached(lengths, self._received.get(replica, nothing).keys()) for replica in replicas}
         longest = max(matched.values())
         if longest >= self._match_rate * prompt.num_tokens:
             best = [replica for replica in replicas if matched[replica] == longest]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_driver import KVDriver
 
 from llmsched.engine.kv.cache_summary import CacheSummary, prefix_hashes, span_of
+from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.prefix_tree import PrefixNode, PrefixTree, encode
+from llmsched.engine.routing.rules import RoutedPrompt, num_cached
 
 EVERY = 2
 BLOCK = 2
@@ -18,7 +23,7 @@ SPAN = EVERY * BLOCK
 
 def summarised(max_hashes: int = 100) -> tuple[PrefixTree, CacheSummary]:
     tree = PrefixTree(BLOCK)
-    tree.observer = summary = CacheSummary(EVERY, max_hashes)
+    tree.observer = summary = CacheSummary(KVLayout(BLOCK), SPAN, max_hashes)
     return tree, summary
 
 
@@ -26,7 +31,7 @@ def fill(tree: PrefixTree, tokens: list[int], first_block: int, salt: str = "") 
     node: PrefixNode | None = None
     for index in range(len(tokens) // BLOCK):
         key = encode(tokens[index * BLOCK : (index + 1) * BLOCK])
-        node = tree.insert(node, key, salt, (first_block + index,))
+        [node] = tree.insert(node, key, salt, [(first_block + index,)])
 
 
 def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
@@ -114,3 +119,23 @@ def test_insertions_and_evictions_leave_the_hashes_of_what_is_cached(
         cached = len(tree.match(encode(tokens), "", len(tokens) // BLOCK)) * BLOCK
         expected.update(hashes_of(tokens[: cached // SPAN * SPAN]))
     assert summary.hashes() == expected
+
+
+@pytest.mark.parametrize(
+    "layout", [KVLayout(BLOCK), KVLayout(BLOCK, 1, 1, 7), KVLayout(BLOCK, 0, 2, 5), KVLayout(BLOCK, recurrent=True)]
+)
+def test_a_summary_counts_what_a_request_would_find(layout: KVLayout) -> None:
+    """A prefix that lacks sliding-window blocks or a recurrent state is not counted."""
+    random = Random(0)
+    driver = KVDriver(40 * layout.num_groups, BLOCK, layout=layout)
+    driver.kv.prefix_cache.tree.observer = summary = CacheSummary(layout, SPAN, states=driver.kv.states)
+    texts = [[number, *(random.randrange(100) for _ in range(60))] for number in range(8)]
+    gaps = []
+    for _ in range(120):
+        text = random.choice(texts)
+        driver.serve(text[: random.randint(1, 60)])
+        prompt = [*random.choice(texts), 0]
+        lengths = RoutedPrompt(len(prompt), prefix_hashes(encode(prompt), "", SPAN), SPAN).lengths()
+        gaps.append(driver.find(prompt) - num_cached(lengths, summary.hashes()))
+    assert min(gaps) >= 0
+    assert sum(gap < 2 * SPAN for gap in gaps) > 100

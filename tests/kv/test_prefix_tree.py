@@ -15,7 +15,7 @@ def fill(tree: PrefixTree, tokens: list[int], blocks: list[int], salt: str = "")
     node = None
     for index, block in enumerate(blocks):
         key = encode(tokens[index * tree.block_size : (index + 1) * tree.block_size])
-        node = tree.insert(node, key, salt, (block,))
+        [node] = tree.insert(node, key, salt, [(block,)])
 
 
 def found(tree: PrefixTree, tokens: list[int], salt: str = "", limit: int = 99) -> list[int]:
@@ -48,8 +48,8 @@ def test_match_goes_on_where_another_ended() -> None:
 
 def test_second_writer_gets_the_first_ones_node() -> None:
     tree = PrefixTree(2)
-    first = tree.insert(None, encode([1, 2]), "", (4,))
-    assert tree.insert(None, encode([1, 2]), "", (9,)) is first
+    first = tree.insert(None, encode([1, 2]), "", [(4,)])
+    assert tree.insert(None, encode([1, 2]), "", [(9,)]) == first
     assert len(tree) == 1
 
 

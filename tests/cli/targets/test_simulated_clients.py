@@ -74,7 +74,7 @@ def test_a_load_ends_when_its_task_is_cancelled() -> None:
     async def main() -> None:
         task = asyncio.current_task()
 
-        def after_step() -> None:
+        def after_step(now: float) -> None:
             nonlocal steps
             steps += 1
             if steps == 3:

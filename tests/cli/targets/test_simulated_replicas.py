@@ -17,6 +17,7 @@ from llmsched.cli.figures.record import RequestRecord
 from llmsched.cli.load.load import PlannedRequest
 from llmsched.cli.targets.simulated_clients import SimulatedClients
 from llmsched.cli.targets.simulated_replicas import Replication, SimulatedRouter
+from llmsched.engine import simulated_engine
 from llmsched.engine.errors import ConfigError
 from llmsched.engine.kv.layout import KVLayout
 from llmsched.engine.kv.manager import make_kv
@@ -96,6 +97,16 @@ def test_one_replica_behind_a_router_is_the_engine_itself() -> None:
     assert [record.chunks for record in routed] == [record.chunks for record in alone]
 
 
+@pytest.mark.parametrize("router", RULES)
+def test_a_request_is_refused_only_if_every_queue_is_full(router: str) -> None:
+    """A replica whose queue is full passes a request on to the others."""
+    at_once = [PlannedRequest(index, 0.0, Ids([index] * 100), 5) for index in range(11)]  # type: ignore[arg-type]
+    records, _ = serve(at_once, 3, router, knobs={"max_queue_size": 3})
+    refused = [record.index for record in records if record.failure is not None]
+    assert refused == [9, 10]
+    assert all(record.failure is None or "3 requests are waiting" in record.failure.detail for record in records)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 1000),
@@ -106,8 +117,9 @@ def test_one_replica_behind_a_router_is_the_engine_itself() -> None:
     st.sampled_from([KVLayout(16), KVLayout(16, 1, 1, 40), KVLayout(16, 0, 1, 40), KVLayout(16, recurrent=True)]),
     st.sampled_from([0, 60]),
     st.sampled_from([None, 0.03]),
+    st.sampled_from(["round-robin", "prefix"]),
 )
-def test_skipped_decodes_change_nothing(
+def test_predicted_decodes_change_nothing(
     seed: int,
     policy: str,
     timeout: float | None,
@@ -116,6 +128,7 @@ def test_skipped_decodes_change_nothing(
     layout: KVLayout,
     swap_blocks: int,
     target_itl: float | None,
+    router: str,
 ) -> None:
     planned = conversations(6, 2, seed, pause=0.2)
     load: dict[str, Any] = {"timeout": timeout, "closed": clients is not None, "max_concurrency": clients}
@@ -123,10 +136,10 @@ def test_skipped_decodes_change_nothing(
     load |= {"layout": layout, "swap_blocks": swap_blocks}
     usages: list[list[KVUsage]] = [[], []]
     blocks *= layout.num_groups
-    fast, fast_engines = serve(planned, 2, "round-robin", blocks, on_step=usages[0].append, **dict(load))
+    fast, fast_engines = serve(planned, 2, router, blocks, on_step=usages[0].append, **dict(load))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimulatedEngine, "skip_decodes", lambda self, until: [])
-        slow, slow_engines = serve(planned, 2, "round-robin", blocks, on_step=usages[1].append, **dict(load))
+        patch.setattr(simulated_engine, "_MOST_AHEAD", 0)
+        slow, slow_engines = serve(planned, 2, router, blocks, on_step=usages[1].append, **dict(load))
     assert [(r.chunks, r.end, r.usage, r.failure and r.failure.reason) for r in fast] == [
         (r.chunks, r.end, r.usage, r.failure and r.failure.reason) for r in slow
     ]
