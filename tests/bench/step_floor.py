@@ -38,7 +38,7 @@ def products_and_attention(executor: TorchExecutor, step: Step) -> Callable[[], 
     decoder: Any = executor._model
     tokens, dtype = sum(new for _, new in step), decoder._dtype
     multiply = all_products(executor, dtype, tokens, num_logits=len(step))
-    executor._buffers = StepBuffers(executor.device, 1 << 20)
+    buffers = executor._buffers = StepBuffers(executor.device, 1 << 20)
     _, inputs = executor._pack(executor.rehearsal(step).rows)
     executor._buffers.upload()
     context, calls = inputs.context, [layer.call for layer in decoder._layers]
@@ -58,4 +58,8 @@ def products_and_attention(executor: TorchExecutor, step: Step) -> Callable[[], 
         return run
     with Recording() as recording:
         run()
-    return recording.replay
+
+    def replay(inputs: object = (run, buffers)) -> None:  # a recording does not keep its inputs
+        recording.replay()
+
+    return replay
