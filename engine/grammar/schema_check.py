@@ -23,7 +23,10 @@ _CONTROLS_IN_PATTERN = re.compile(
     re.I | re.S,
 )
 #: Flags that turn on free spacing, outside classes of characters. llguidance would change the meaning.
-_FREE_SPACING = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\\?\]?|\(\?(?P<flags>[a-zA-Z]*x[a-zA-Z]*)(?:-[a-zA-Z]+)?[:)]", re.S)
+#: There are 7 flags, each at most once.
+_FREE_SPACING = re.compile(
+    r"\\.|\[(?:\\.|[^\]\\])*+\\?\]?|\(\?(?P<flags>[a-zA-Z]{0,8}x[a-zA-Z]{0,8})(?:-[a-zA-Z]{1,8})?[:)]", re.S
+)
 #: Largest least common multiple of all values of multipleOf. llguidance takes time and memory in proportion to it.
 MAX_MULTIPLE = 100_000
 #: Seconds that the search for the place of an error may take.

@@ -290,9 +290,9 @@ def test_a_longer_compilation_makes_a_larger_grammar() -> None:
     assert grammars[0].num_bytes < grammars[1].num_bytes < module.MAX_GRAMMAR_BYTES
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[\\" * 40_000, "[" * 100_000 + "\\"])
-def test_classes_without_an_end_are_read_once(text: str) -> None:
-    """A search from each bracket to the end would take minutes, during which no other thread could run."""
+@pytest.mark.parametrize("text", ["[" * 100_000, "[\\" * 40_000, "[" * 100_000 + "\\", "(?" + "x" * 100_000])
+def test_patterns_are_read_once(text: str) -> None:
+    """A search from each character to the end would take minutes, during which no other thread could run."""
     assert check_values({"pattern": text}) is None
     assert "flag x" not in str(attempt(GrammarSpec("regex", text[: MAX_BYTES["regex"]])))
 
