@@ -33,6 +33,7 @@ class BudgetAnalysis:
     mean_len: int | None  # tokens
     lengths: LengthDistribution | None
     refusal: str | None  # reason why `llmsched serve` refuses the model
+    gpu: str | None = None  # name of the GPU in simulations; None: its speed is not known
     quantization: str | None = None
 
     @property

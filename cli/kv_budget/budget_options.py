@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmsched.cli.kv_budget.command_lines import OtherEngine
-from llmsched.cli.options.flags import quantization_option, typed
+from llmsched.cli.options.flags import duration_option, quantization_option, typed
 from llmsched.cli.quantities import MOST_TOKENS, size, tokens
 from llmsched.engine.architecture.adapter_files import AdapterSizes, adapter_sizes, read_adapters
 from llmsched.engine.architecture.config_fields import read_fields
@@ -17,18 +17,22 @@ from llmsched.engine.architecture.parameters import adapted_width
 from llmsched.engine.config import EngineConfig
 from llmsched.engine.device import DeviceMemory, device_memory, gpu_device
 from llmsched.engine.errors import ConfigError, setting
-from llmsched.engine.units import human_bytes
+from llmsched.engine.units import human_bytes, human_seconds
 from llmsched.profiles.calibrated import LOCAL
 from llmsched.profiles.gpus import GpuSpec, find_gpu, gpus
 from llmsched.profiles.toml_files import UnknownNameError
 
 if TYPE_CHECKING:
+    from llmsched.engine.goodput import Slo
     from llmsched.engine.memory.concurrency import LengthDistribution
 
 ALL = "all"
 _MAX_CV = 10.0
 #: Rank of adapters if --lora-rank is not given.
 _LORA_RANK = 16
+#: Targets of the requests for which GPUs are counted, in seconds, if the flags are not given.
+_TTFT, _TPOT = 2.0, 0.1
+_TARGET = "Latency target for {}, with --users, --context and one GPU: how many GPUs meet it is simulated. Default: {}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,12 @@ class BudgetOptions:
             "this machine, after `llmsched calibrate`.",
         ),
     ] = None
+    slo_ttft: Annotated[
+        float | None, duration_option(_TARGET.format("the time to the first token", human_seconds(_TTFT)))
+    ] = None
+    slo_tpot: Annotated[
+        float | None, duration_option(_TARGET.format("the mean time per later token", human_seconds(_TPOT)))
+    ] = None
     emit: Annotated[
         OtherEngine | None,
         typer.Option(
@@ -158,6 +168,35 @@ class BudgetOptions:
                 raise ConfigError("simulate", "is for one device; name a GPU (l4, h100, ...) or local")
         if self.gpu is not None and self.gpu_memory is not None:
             raise ConfigError("gpu", f"{self.gpu} sets the memory too; leave out --gpu or --gpu-memory")
+
+        if self.has_slo and not self.counts_gpus:
+            name = "slo_tpot" if self.slo_ttft is None else "slo_ttft"
+            raise ConfigError(
+                name, "needs --users, --context and one GPU by name; give them, or leave it and --emit out"
+            )
+
+    @property
+    def slo(self) -> Slo:
+        """Targets of the requests for which GPUs are counted."""
+        from llmsched.engine.goodput import Slo
+
+        ttft = _TTFT if self.slo_ttft is None else self.slo_ttft
+        return Slo(ttft=ttft, tpot=_TPOT if self.slo_tpot is None else self.slo_tpot)
+
+    @property
+    def has_slo(self) -> bool:
+        return not self.slo_ttft is self.slo_tpot is None
+
+    @property
+    def simulated_gpu(self) -> str | None:
+        """Name of the GPU in simulations; None without one GPU by name."""
+        name = self.gpu or self.simulate
+        return None if name in (ALL, LOCAL) else name
+
+    @property
+    def counts_gpus(self) -> bool:
+        """True if the report simulates how many GPUs serve the users."""
+        return self.emit is None and None not in (self.users, self.context, self.simulated_gpu)
 
     def devices(self, config: EngineConfig) -> list[DeviceMemory]:
         """Return the GPUs that the flags select, or else the device of this machine. Raises ConfigError."""

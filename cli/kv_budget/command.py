@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from llmsched.cli import render
-from llmsched.cli.kv_budget import simulated_serving, text_report
+from llmsched.cli.kv_budget import gpus_needed, simulated_serving, text_report
 from llmsched.cli.kv_budget.analysis import BudgetAnalysis, any_fits
 from llmsched.cli.kv_budget.budget_options import ALL, BudgetOptions, all_gpus
 from llmsched.cli.kv_budget.command_lines import command_line, serve_line, with_vllm_defaults
@@ -40,6 +40,7 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
       llmsched kv-budget demo
       llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
       llmsched kv-budget Qwen/Qwen3-8B --gpu all --users 32 --context 8k
+      llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --users 64 --context 8k --slo-ttft 1s
       llmsched kv-budget Qwen/Qwen3-32B --gpu 4090 --quantization int4
       llmsched kv-budget ./config.json --gpu-memory 24GiB --lengths trace.csv --json
       llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --emit vllm
@@ -50,9 +51,9 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
     spec = resolve_model(model)
     options.check()
     adapted = "lora" if "lora" in engine_options.given else "lora_count" if options.lora_count else None
-    if adapted and not options.emit == options.simulate is None:
+    if adapted and (options.has_slo or not options.emit == options.simulate is None):
         raise ConfigError(
-            adapted, "is for a plan of `llmsched serve`; leave it out, or leave out --emit and --simulate"
+            adapted, "is for a plan of `llmsched serve`; leave it out, or leave out --emit, --simulate and --slo-..."
         )
     try:
         analyses = _analyses(spec, options, engine_options)
@@ -68,23 +69,30 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
             text_report.show_comparison(compared)
             _show_serve_line(next((analysis for analysis in analyses if analysis.fits), analyses[-1]))
     else:
-        analysis = analyses[0]
-        line = None if options.emit is None or not analysis.fits else command_line(analysis, options.emit)
-        simulated = None if options.simulate is None else simulated_serving.simulate(analysis, options.simulate)
-        if options.json_output:
-            extra: dict[str, Any] = {"emit": line} if options.emit else {}
-            if options.simulate is not None:
-                extra |= {"simulated": None if simulated is None else simulated[0]}
-            render.emit_json(document(analysis) | {"serve": serve_line(analysis)} | extra)
-        elif line is not None:
-            render.say(line, wrap=False)
-        else:
-            text_report.show(analysis, document(analysis))
-            if simulated is not None:
-                simulated_serving.show(*simulated)
-            _show_serve_line(analysis)
+        _report(analyses[0], options)
     if not any_fits(analyses):
         raise typer.Exit(1)
+
+
+def _report(analysis: BudgetAnalysis, options: BudgetOptions) -> None:
+    line = None if options.emit is None or not analysis.fits else command_line(analysis, options.emit)
+    simulated = None if options.simulate is None else simulated_serving.simulate(analysis, options.simulate)
+    if options.json_output:
+        extra: dict[str, Any] = {"emit": line} if options.emit else {}
+        if options.simulate is not None:
+            extra |= {"simulated": None if simulated is None else simulated[0]}
+        if options.counts_gpus:
+            extra |= {"gpus_needed": gpus_needed.document(analysis, options.slo)}
+        render.emit_json(document(analysis) | {"serve": serve_line(analysis)} | extra)
+    elif line is not None:
+        render.say(line, wrap=False)
+    else:
+        text_report.show(analysis, document(analysis))
+        if simulated is not None:
+            simulated_serving.show(*simulated)
+        if options.counts_gpus:
+            gpus_needed.show(analysis, options.slo)
+        _show_serve_line(analysis)
 
 
 def _show_serve_line(analysis: BudgetAnalysis) -> None:
@@ -125,6 +133,7 @@ def _analyses(spec: str, options: BudgetOptions, engine_options: EngineOptions) 
                 mean_len=options.mean_len,
                 lengths=lengths,
                 refusal=refused or kv_refused,
+                gpu=options.simulated_gpu,
                 quantization=format_of_checkpoint,
             )
         )

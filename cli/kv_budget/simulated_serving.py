@@ -4,11 +4,11 @@ from typing import Any
 
 from llmsched.cli import render
 from llmsched.cli.kv_budget.analysis import BudgetAnalysis
+from llmsched.cli.kv_budget.gpus_needed import PROMPT_SHARE
 from llmsched.profiles.calibrated import LOCAL
 
-#: Default length of the sequences in tokens, and the share of it that is prompt.
+#: Default length of the sequences in tokens.
 _DEFAULT_LENGTH = 2048
-_PROMPT_SHARE = 0.75
 
 
 def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], list[str]] | None:
@@ -29,7 +29,7 @@ def simulate(analysis: BudgetAnalysis, device: str) -> tuple[dict[str, Any], lis
     blueprint = local_blueprint(planner, config) if device == LOCAL else gpu_blueprint(planner, config, device)
     plan, provenance = blueprint.plan, blueprint.provenance
     length = max(2, min(analysis.demand.context or analysis.mean_len or _DEFAULT_LENGTH, plan.max_model_len))
-    output_len = max(1, length - round(_PROMPT_SHARE * length))
+    output_len = max(1, length - round(PROMPT_SHARE * length))
     concurrency = plan.num_admitted_at(length)
     if analysis.has_demand:
         concurrency = min(analysis.demand.users, concurrency)

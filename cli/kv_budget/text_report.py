@@ -221,7 +221,7 @@ def _show_answer(document: dict[str, Any]) -> None:
 def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
     first, document = compared[0][1], comparison_document(compared)
     wanted = f" for {document['users']:,} requests" if first.has_demand else ""
-    columns = ("GPU", "memory", "dtype", "KV", "tokens", "max_model_len", "fit at once", "fits", "GPUs needed")
+    columns = ("GPU", "memory", "dtype", "KV", "tokens", "max_model_len", "fit at once", "fits", "GPUs to fit")
     rows = []
     for gpu, (_, analysis) in zip(document["gpus"], compared, strict=True):
         kv_type = "" if gpu["kv_cache_dtype"] == gpu["dtype"] else f", KV {gpu['kv_cache_dtype']}"
@@ -239,8 +239,10 @@ def show_comparison(compared: list[tuple[GpuSpec, BudgetAnalysis]]) -> None:
             )
         )
     render.table(
-        f"{first.spec}{wanted}", columns, rows, spare=("KV", "GPUs needed", "max_model_len", "dtype", "tokens")
+        f"{first.spec}{wanted}", columns, rows, spare=("KV", "GPUs to fit", "max_model_len", "dtype", "tokens")
     )
+    if first.has_demand:
+        render.say("GPUs to fit: they hold all requests; name one with --gpu to simulate how many meet latency targets")
     smallest = next((gpu["name"] for gpu in document["gpus"] if gpu["fits"]), None)
     none = "it fits on none of these GPUs" if document["fits"] is False else "not known to fit on any of these GPUs"
     render.say(f"the smallest GPU that fits: {smallest}" if smallest else none)

@@ -100,6 +100,7 @@ def test_all_gpus_are_compared_and_counted(command: CommandLine) -> None:
     assert one["num_blocks"] == found["a100-40gb"]["num_blocks"]
     text = command("kv-budget", LLAMA, "--gpu", "all", "--users", "64", "--context", "8k").out
     assert "the smallest GPU that fits: NVIDIA H20\n" in text
+    assert "name one with --gpu to simulate how many meet latency targets" in text
 
 
 def test_no_gpu_at_all(command: CommandLine) -> None:

@@ -60,3 +60,47 @@ def test_what_does_not_fit_is_not_simulated(command: CommandLine, llama: str) ->
 def test_a_machine_that_was_not_calibrated_is_told_to_be(command: CommandLine, tiny_model: Callable[..., Path]) -> None:
     error = command.refused("kv-budget", str(tiny_model("llama")), "--simulate", "local", "--device", "cpu")
     assert "run `llmsched calibrate" in error
+
+
+def test_gpus_are_counted_until_requests_meet_their_targets(command: CommandLine, llama: str) -> None:
+    question = ("kv-budget", llama, "--gpu", "l4", "--users", "8", "--context", "4k")
+    found = command(*question, "--json").json["gpus_needed"]
+    trials = found["simulated"]
+    assert [trial["attainment"] >= found["attainment_target"] for trial in trials[:-1]].count(True) <= 1
+    assert found["gpus"] == next(t["gpus"] for t in trials if t["attainment"] >= found["attainment_target"])
+    assert trials[0]["ttft_p99_ms"] >= trials[-1]["ttft_p99_ms"]
+    shown = command(*question).out
+    assert "NVIDIA L4 (SIMULATED)" in shown
+    assert f"GPUs needed: {found['gpus']} for 8 users at a time" in shown
+    patient = command(*question, "--slo-ttft", "60s", "--json").json["gpus_needed"]
+    assert patient["gpus"] <= found["gpus"]
+    assert command(*question, "--slo-tpot", "1ms", "--json").json["gpus_needed"]["gpus"] is None
+
+
+def test_gpus_are_counted_only_for_a_known_speed_and_length(command: CommandLine, llama: str) -> None:
+    for device in (
+        ("--gpu-memory", "80GiB", "--context", "4k"),
+        ("--gpu", "h100"),
+        ("--gpu", "all", "--context", "4k"),
+    ):
+        question = ("kv-budget", llama, *device, "--users", "2")
+        assert "gpus_needed" not in command(*question, "--json").json
+        assert "--slo-ttft: needs --users, --context and one GPU" in command.refused(*question, "--slo-ttft", "1s")
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        (("--gpu", "t4", "--context", "8k", "--users", "2"), "--context: does not fit one of these GPUs"),
+        (("--gpu", "h100", "--context", "16", "--users", "60000"), "--users: more than 2,000 per GPU"),
+        (
+            ("--gpu", "h100", "--context", "4k", "--users", "2", "--lora-count", "2"),
+            "--lora: adapters are not simulated",
+        ),
+    ],
+)
+def test_a_reason_is_given_if_gpus_cannot_be_counted(
+    command: CommandLine, llama: str, question: tuple[str, ...], reason: str
+) -> None:
+    assert command("kv-budget", llama, *question, "--json").json["gpus_needed"] is None
+    assert f"GPUs needed: not simulated ({reason}" in command("kv-budget", llama, *question).out
