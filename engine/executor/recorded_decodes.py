@@ -18,6 +18,9 @@ from llmsched.kernels.dispatch import backend_name, load_backend
 
 #: Rows up to which passes are recorded. With more rows, products take so long that calls of kernels do not matter.
 MAX_ROWS = 8
+#: Tokens of the longest context up to which passes are recorded. With longer ones, attention takes so long that calls
+#: do not matter, and each recording would keep the results of all splits of attention.
+MAX_CONTEXT = 1 << 14
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +73,9 @@ class RecordedDecodes:
         return logits
 
 
-def recorded_decodes(model: PagedModel, num_groups: int, num_blocks: int) -> RecordedDecodes | None:
-    """Return recordings for sequences of up to `num_blocks` blocks, or None if the model is not `recordable`."""
+def recorded_decodes(model: PagedModel, num_groups: int, block_size: int, max_model_len: int) -> RecordedDecodes | None:
+    """Return recordings for sequences of up to `max_model_len` tokens, or None if the model is not `recordable`."""
     if not model.recordable:
         return None
+    num_blocks = -(-min(max_model_len, MAX_CONTEXT) // block_size)
     return RecordedDecodes(model, torch.zeros(num_groups, MAX_ROWS, num_blocks, dtype=torch.int32))

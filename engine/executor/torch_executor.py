@@ -327,9 +327,7 @@ class TorchExecutor(Executor):
         """
         if record is None:
             if self._stream is None:
-                self._graphs = recorded_decodes(
-                    self._model, self.layout.num_groups, -(-max_model_len // self.block_size)
-                )
+                self._graphs = recorded_decodes(self._model, self.layout.num_groups, self.block_size, max_model_len)
                 return None
             record = cuda_recorder(self._stream)
         self._graphs = None

@@ -72,10 +72,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = {each.untyped_storage().data_ptr() for each in given if isinstance(each, Tensor)}
         if all(each.untyped_storage().data_ptr() in sources for each in results):
             return found  # views
-        kept = tree_map_only(Tensor, self._in_own_memory, found)
-        if func.overloadpacket.__name__ not in _ALLOCATIONS:
-            run = partial(func, *self._alias(args), **self._alias(kwargs or {}))
-            self._add(partial(_copy_results, run, tree_leaves(self._alias(kept))))
+        if func.overloadpacket.__name__ in _ALLOCATIONS:
+            return self._in_own_memory(found)
+        kept = tree_map_only(Tensor, lambda each: self._in_own_memory(each).copy_(each), found)
+        run = partial(func, *self._alias(args), **self._alias(kwargs or {}))
+        self._add(partial(_copy_results, run, tree_leaves(self._alias(kept))))
         return kept
 
     def _add(self, step: Callable[[], object]) -> None:
@@ -89,10 +90,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls.clear()
         rows = [(function, ctypes.addressof(arguments), parallel) for function, arguments, parallel in kept]
         table, parallel = np.array(rows, np.intp), any(call[2] for call in kept)
-        self._steps.append(partial(_run_calls, Calls(table.ctypes.data, len(table)), parallel, (table, kept)))
+        self._steps.append(partial(_run_calls, Calls(table.ctypes.data, len(table)), parallel, table, kept))
 
     def _in_own_memory(self, found: Tensor) -> Tensor:
-        """Return a copy of a tensor in memory of this recording."""
+        """Return a tensor like `found`, without its numbers, in memory of this recording."""
         num_bytes = found.untyped_storage().nbytes()
         if num_bytes == 0:
             return found
@@ -102,7 +103,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept = _view(memory, found)
         user = StorageWeakRef(kept.untyped_storage())  # type: ignore[no-untyped-call]
         self._memory[memory.data_ptr()] = memory, user
-        return kept.copy_(found)
+        return kept
 
     def _alias(self, values: Any) -> Any:
         """Replace tensors in this recording's memory by others that do not keep the memory from being used again."""
@@ -129,8 +130,13 @@ def _copy_results(run: Callable[[], Any], targets: Sequence[Tensor]) -> None:
         target.copy_(found)
 
 
-def _run_calls(arguments: Any, parallel: bool, kept: object) -> None:
-    openmp.run(calls_body(), arguments, parallel=parallel)
+def _run_calls(region: Any, parallel: bool, table: object, calls: Sequence[tuple[int, Any, bool]]) -> None:
+    # `table` is what `region` points to. Kernels divide their work among as many threads as their arguments say.
+    if parallel and region.num_threads != (num_threads := torch.get_num_threads()):
+        for _, arguments, on_all_threads in calls:
+            if on_all_threads:
+                arguments.num_threads = num_threads
+    openmp.run(calls_body(), region, parallel=parallel)
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 from stepping import Stepper, make_sequence
 from tiny_models import build_model
 
+from llmsched.engine.executor import recorded_decodes
 from llmsched.engine.executor.recorded_decodes import MAX_ROWS, RecordedDecodes
 from llmsched.engine.executor.torch_executor import TorchExecutor
 
@@ -48,6 +49,16 @@ def test_replays_equal_passes_without_recordings(arch: str, dtype: torch.dtype) 
     assert all(map(torch.equal, found, expected))
     assert isinstance(executor._graphs, RecordedDecodes)
     assert sorted(rows for rows, _ in executor._graphs._recorded) == [1, 2, 3]
+
+
+def test_steps_with_long_contexts_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_decodes, "MAX_CONTEXT", 256)
+    expected = all_logits(make_executor("llama", torch.float32), record=False, lengths=(254, 510))
+    executor = make_executor("llama", torch.float32)
+    assert all(map(torch.equal, all_logits(executor, record=True, lengths=(254, 510)), expected))
+    assert isinstance(executor._graphs, RecordedDecodes)
+    assert executor._graphs._tables.shape[2] == 256 // executor.block_size
+    assert [rows for rows, _ in executor._graphs._recorded] == [1]
 
 
 def test_steps_with_many_decodes_are_not_recorded() -> None:

@@ -38,6 +38,23 @@ def test_a_replay_computes_new_inputs() -> None:
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("recorded", "replayed"), [(2, 1), (1, 2)])
+def test_a_replay_runs_on_as_many_threads_as_torch_has_now(recorded: int, replayed: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            torch.set_num_threads(recorded)
+            with Recording() as recording:
+                rows = torch.zeros(64, 512)
+                found = ops.gated(rows, "silu")
+            torch.set_num_threads(replayed)
+            rows.copy_(normal(64, 512))
+            recording.replay()
+            assert torch.equal(found, ops.gated(rows, "silu"))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_memory_that_the_work_frees_is_used_again() -> None:
     with torch.inference_mode(), Recording() as recording:
         layers(normal(3, 64), normal(3, 64, seed=2))
