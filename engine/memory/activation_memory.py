@@ -25,8 +25,8 @@ of the model. A CPU without bfloat16 instructions computes products of 16-bit nu
 the MLP needs tokens x inner x 6 bytes more, because gate and up are computed as one product. Where matrices stay
 quantised, a CPU needs 2 MiB more for the MLP, into which parts of them are unpacked. The term of attention that is not
 latent applies only to CPUs, because the GPU kernel reads KV in place. Tests compare these terms with the bytes that
-torch allocates. graph_memory.py has the memory of CUDA graphs. Recordings of decodes on a CPU keep the activations of up
-to 36 tokens, which are not counted (see executor/recorded_decodes.py).
+torch allocates. graph_memory.py has the memory of CUDA graphs. Recordings of decodes on a CPU keep the activations of
+up to 36 tokens, which are not counted (see executor/recorded_decodes.py).
 """
 
 from __future__ import annotations
