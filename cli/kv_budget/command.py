@@ -40,7 +40,7 @@ def kv_budget(model: ModelArgument = None, *, options: BudgetOptions, engine_opt
       llmsched kv-budget demo
       llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --max-model-len 8192
       llmsched kv-budget Qwen/Qwen3-8B --gpu all --users 32 --context 8k
-      llmsched kv-budget Qwen/Qwen3-8B --gpu l4 --users 64 --context 8k --slo-ttft 1s
+      llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --users 32 --context 8k --slo-ttft 1s
       llmsched kv-budget Qwen/Qwen3-32B --gpu 4090 --quantization int4
       llmsched kv-budget ./config.json --gpu-memory 24GiB --lengths trace.csv --json
       llmsched kv-budget Qwen/Qwen3-8B --gpu h100 --emit vllm
