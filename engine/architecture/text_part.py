@@ -39,7 +39,7 @@ _ENCODER_NAME = re.compile(
 def text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config.json of a multimodal model's text part. Return other configs as they are."""
     text, whole = nested_text(content), str(content.get("model_type"))
-    names = content.get("architectures") or ("",)
+    names = content.get("architectures") or ("ForConditionalGeneration",)
     if text is None or whole not in _TEXT_TYPES or not str(names[0]).endswith("ForConditionalGeneration"):
         return content
     kind = str(text.get("model_type", _TEXT_TYPES[whole]))

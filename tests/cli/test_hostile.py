@@ -39,7 +39,17 @@ CALLS = {
 WORDS = {
     *("--api-key", "--compare", "--csv", "--file", "--gpu", "--host", "--lengths", "--metrics-prefix", "--output"),
     *("--pin-prefix", "--profile", "--report", "--save", "--save-detailed", "--served-model-name", "--simulate"),
-    *("--admin-api-key", "--allowed-host", "--message", "--system", "--tokenizer", "--trace", "--url", "--workload"),
+    *(
+        "--adapter",
+        "--admin-api-key",
+        "--allowed-host",
+        "--message",
+        "--system",
+        "--tokenizer",
+        "--trace",
+        "--url",
+        "--workload",
+    ),
 }
 HUGE = "9" * 30
 VALUES = ("nan", "inf", "-inf", "-1", HUGE)
