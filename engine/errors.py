@@ -86,7 +86,7 @@ class QueueFullError(LlmschedError):
 
 
 class DeadlineError(QueueFullError):
-    """Error for a request that is refused because its first token is predicted after its deadline (HTTP 429)."""
+    """Error for a request whose deadline has passed or is predicted to pass before its first token (HTTP 429)."""
 
 
 class EngineDeadError(LlmschedError):

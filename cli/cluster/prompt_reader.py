@@ -62,7 +62,7 @@ class PromptReader:
         self._adapters = {name: index for index, name in enumerate(adapters)}
 
     def read(self, path: str, body: bytes) -> Iterator[ReadPrompts]:
-        """Yield the prompts of a request to `path`, once."""
+        """Yield the prompts of a request to `path`, all in one item. `PreparationTurns.collect` runs such iterators."""
         try:
             yield self._tokenised(path, body) if path in _SCHEMAS else self.unread(body)
         except Exception as error:  # the replica reports what is wrong with the body

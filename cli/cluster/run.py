@@ -88,8 +88,8 @@ def _ray(address: str | None, host: str, port: int) -> Iterator[Any]:
             raise LlmschedError(f"Ray Serve at {where} does not start: {reason_of(str(problem))}") from problem
         if APP_NAME in serve.status().applications:
             raise LlmschedError(
-                f"Ray Serve at {where} has an application {APP_NAME} already; delete it (`serve shutdown`), or update "
-                "it with `serve deploy` and the file of --emit serve-config"
+                f"Ray Serve at {where} has an application {APP_NAME} already; update it with `serve deploy` and the "
+                "file that --emit serve-config prints, or delete all applications there with `serve shutdown`"
             )
         yield context
     finally:

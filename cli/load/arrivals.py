@@ -85,7 +85,7 @@ class Arrivals:
         """Return the times of requests in seconds after the start, in ascending order from 0.
 
         At most `count` requests are due, all before `duration` seconds; `count` or `duration` may be None. A ramp ends
-        at `duration` or, without a duration, with the last request.
+        at `duration` or, without a duration, at the time at which the last request is expected.
         """
         if duration is None:
             if count is None:

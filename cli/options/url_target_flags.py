@@ -33,8 +33,8 @@ class UrlTargetFlags:
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Model whose tokenizer is used: random prompts are drawn from its vocabulary, texts of a trace become "
-            "token ids, and answers are counted with it if the server reports no usage.",
+            help="Model whose tokenizer to use to draw random prompts, to turn a trace's texts into token ids, and to "
+            "count the tokens of answers if the server reports no usage.",
         ),
     ] = None
     text_prompts: Annotated[

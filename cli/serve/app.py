@@ -85,8 +85,8 @@ def build_app(
     """Return the ASGI application that serves `engine`. `access` does not apply to /, /health, /ready, /metrics
     and /openapi.json.
 
-    `notation` says how the model writes tool calls and reasoning (default: as its chat template does). The `observers`
-    are called with each request to the model that has ended. Without `ui` there is no page at /.
+    `notation` says how the model writes tool calls and reasoning (default: detected from its chat template). Each
+    observer is called when a request that produced choices has ended. Without `ui` there is no page at /.
     """
     access = access or Access()
     app = FastAPI(title="llmsched", version=version("llmsched"), docs_url=None, redoc_url=None)

@@ -29,8 +29,8 @@ class HttpLimits:
         typer.Option(
             min=1,
             show_default="4096, or fewer if the limit of open files is lower",
-            help="Maximum number of open connections. When one more arrives, the server closes the connection that has "
-            "waited longest without a request.",
+            help="Maximum number of open connections. When one more arrives, the server closes the oldest connection "
+            "that has sent no request, or else the one that has been idle for longest.",
         ),
     ] = None
     header_timeout: Annotated[

@@ -55,7 +55,7 @@ def _prompts(value: Any) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise wrong("must be a text, a list of texts, a list of token ids or a list of such lists, and not empty")
+        raise wrong("must be a text, or a list of texts, of token ids or of lists of token ids that is not empty")
     if all(type(item) is int for item in value):
         return [value]
     if all(isinstance(item, str) for item in value):

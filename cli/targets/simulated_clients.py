@@ -28,7 +28,8 @@ class SimulatedClients:
     """Clients that send a load to simulated engines and keep records as `run_load` does, but in virtual time.
 
     `route` chooses the engine for each request. The engines' clocks advance independently: the engine whose next
-    eventful step begins first is the next to step. `on_end` is called with the record of each request that ends.
+    eventful step (see SimulatedEngine) begins first runs next. `on_end` is called with the record of each
+    request that ends.
     """
 
     def __init__(

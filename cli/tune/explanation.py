@@ -103,7 +103,7 @@ def _rank(best: Trial, good: Sequence[Trial], history: TrialHistory, settings: S
 
 
 def _faster(best: Trial, history: TrialHistory, settings: Sequence[Setting]) -> str:
-    """Return a remark if a setting that missed an SLO is faster than the best setting, else ""."""
+    """Return a remark if a setting that missed an SLO is faster than the best one by more than the noise, else ""."""
     table, late = history.ranking("throughput"), missed_trials(history)
     fastest = max(late, key=lambda trial: table.share(trial.setting, best.setting), default=None)
     if fastest is None:

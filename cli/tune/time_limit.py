@@ -17,7 +17,7 @@ class OutOfTimeError(Exception):
 
 
 class TimeLimit:
-    """Time limit in seconds, from its creation on the event loop's clock.
+    """Time limit in seconds, which starts when the object is created. The event loop's clock measures it.
 
     It estimates the duration of a run from earlier runs, and never prevents the first run. `was_hit` becomes True when
     the limit ends or prevents a run.

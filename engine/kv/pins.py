@@ -22,7 +22,7 @@ def most_pinned_blocks(num_blocks: int, share: float, max_request_blocks: int) -
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """Pinned prefix."""
+    """State of a pinned prefix, as `Pins` reports it."""
 
     pin_id: str
     salt: PrefixKey

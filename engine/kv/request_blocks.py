@@ -32,7 +32,7 @@ class RequestBlocks:
                 table.extend_window(self._pool.allocate(self._layout.window_groups * (end - table.window_end)))
 
     def reach(self, request: Request, end: int) -> int:
-        """Allocate blocks so that this step can compute the request's tokens before position `end`.
+        """Allocate the sliding-window blocks that this step needs to compute a request's tokens before `end`.
 
         Returns the position up to which the blocks suffice: `end`, or less if sliding-window groups lack blocks.
         """

@@ -89,7 +89,7 @@ class BlockTable:
         self._set_capacity()
 
     def shrink(self, end: int) -> list[int]:
-        """Remove the blocks from index `end` on from full-attention rows and return them, the last one first."""
+        """Remove the blocks at indices `end` and above from full-attention rows. Return them, the last one first."""
         blocks = self.full_blocks(end, self._width)
         self._set_width(end)
         self._set_capacity()

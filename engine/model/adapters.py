@@ -108,7 +108,7 @@ def _adapted_module(model: PreTrainedModel, adapter: AdapterFiles, name: str, pa
     if name.rpartition(".")[2] == EXPANDING:  # no pass runs it as a module
         raise refuse(f"changes {name}, which expands latent vectors; this is not supported")
     if not isinstance(module, nn.Linear | PackedLinear | Conv1D):
-        raise refuse(f"changes {name}, a {type(module).__name__}; only linear layers can be adapted")
+        raise refuse(f"changes {name} ({type(module).__name__}), but only linear layers can be adapted")
     if (found := linear_shape(module)) != (pair.inputs, pair.outputs):
         raise refuse(
             f"has matrices for {pair.inputs} inputs and {pair.outputs} outputs of {name}, which has {found[0]} and "

@@ -78,7 +78,9 @@ def open_checkpoint(directory: Path) -> StateDict:
 def check_unquantised(state: StateDict, where: str) -> None:
     """Raise ModelError if a checkpoint has tensors of types that need scales. `where` names it in the message."""
     if small := {f"{name} ({each.dtype})" for name, each in state.items() if each.dtype.startswith(_SMALL_FLOATS)}:
-        raise ModelError(f"{where}: has quantised tensors, but config.json has no quantization_config: {some(small)}")
+        raise ModelError(
+            f"{where}: config.json has no quantization_config, but these tensors are quantised: {some(small)}"
+        )
 
 
 def with_progress(state: StateDict, stage: str, progress: Progress) -> dict[str, LazyTensor]:

@@ -144,7 +144,9 @@ def parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         block, block_bytes = GGML_QUANT_SIZES[kind]
         num_bytes = math.prod(shape) // block * block_bytes
         if start + offset + num_bytes > len(content):
-            raise ValueError(f"tensor {name} ends at byte {start + offset + num_bytes} of {len(content)}")
+            raise ValueError(
+                f"tensor {name} ends at byte {start + offset + num_bytes}, but the file has {len(content)} bytes"
+            )
         data = np.frombuffer(content, np.uint8, num_bytes, start + offset)
         tensors[name] = GGUFTensor(shape, kind, data.reshape(quant_shape_to_byte_shape(shape, kind)))
     return metadata, tensors

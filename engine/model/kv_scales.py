@@ -89,7 +89,7 @@ def kv_scales(
         heads = scales[layer].shape[1]
         if given.numel() not in (1, heads) or not (given.isfinite().all() and (given > 0).all()):
             raise ModelError(
-                f"the checkpoint has a scale of the {('keys', 'values')[row]} of layer {layer} that is "
+                f"the checkpoint's scale of the {('keys', 'values')[row]} of layer {layer} is "
                 f"{given.tolist()}; allowed is one positive number, or one for each of {heads} KV heads"
             )
         scales[layer][row] = power_of_two(given.to(device).float().flatten())

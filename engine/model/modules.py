@@ -110,7 +110,7 @@ def first_of(found: Mapping[str, Any], what: str, *choices: str) -> list[str]:
     for choice in map(str.split, choices):
         if all(name in found for name in choice):
             return choice
-    raise UnknownStructureError(f"{what} has none of: {', '.join(choices)}")
+    raise UnknownStructureError(f"{what} has none of these modules: {'; '.join(choices)}")
 
 
 def linear(module: Any) -> Linear:

@@ -98,8 +98,6 @@ def read_structure(model: PreTrainedModel) -> DecoderParts:
     top = children(model, "the model", "decoder head")
     inner = children(top["decoder"], "the decoder", "embed layers norm", "embed_norm rotary")
     config: Any = model.config
-    if "llama_4_scaling_beta" in (getattr(config, "rope_parameters", None) or {}):
-        raise UnknownStructureError("queries of late positions are scaled")
     kinds = getattr(config, "layer_types", None) if hasattr(inner.get("rotary"), "layer_types") else None
     layers, traits, rules = [], set(), {norm_rule(inner["norm"])}
     embed = inner["embed"]

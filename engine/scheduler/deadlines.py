@@ -42,7 +42,10 @@ class Deadlines:
             self._watched.add(request)
 
     def check(self, new: Sequence[Request], deadline: float) -> None:
-        """Raise DeadlineError if the first tokens of `new` requests, if queued now, are predicted after `deadline`."""
+        """Raise DeadlineError if `deadline` has passed or the first tokens of `new` requests are predicted after it.
+
+        The prediction assumes that the requests are queued now.
+        """
         predicted = self.seconds_to_first_token(new)
         needed, left = predicted or 0.0, deadline - self._clock()
         if needed > left:

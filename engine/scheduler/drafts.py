@@ -102,7 +102,10 @@ class Drafter:
         self._num_declined, self._patience = 0, TRY_AGAIN
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has ended. Tokens of its draft that were cut after a stop string were not accepted."""
+        """Forget a request that has ended.
+
+        Draft tokens that were cut off after a stop string are subtracted from the accepted ones.
+        """
         history = self._histories.pop(request, None)
         if history is not None and (num_cut := history.latest[1] - len(request.token_ids)) > 0:
             num_right = history.latest[0]

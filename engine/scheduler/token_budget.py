@@ -57,7 +57,7 @@ class DraftCosts(NamedTuple):
 
 
 class Pacer:
-    """Controller that sizes each step's token budget by a step-time model, so that prefills delay decodes little."""
+    """Controller that predicts step times and limits each step's tokens, so that prefills delay decodes little."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.model = StepTimeModel()

@@ -167,9 +167,9 @@ def weigh(logits: Any, top: Any, temperature: Any, floor: Any, weights: Any, chu
 
 @jit()
 def find_threshold(logits: Any, weights: Any, chunks: Any, low: Any, high: Any, by_count: bool, limit: Any) -> Any:
-    """Find the lowest key above which the weights of tokens sum to less than `limit`.
+    """Find the lowest key (see `order_key`) such that the tokens with higher keys weigh less than `limit` together.
 
-    The key is searched between the keys `low` and `high`, of which `high` is the best token's. If `by_count` is True,
+    The search runs from the key `low` to `high`, which is the key of the best token. If `by_count` is True,
     all weights are 1. Returns the key, the sum of the weights above it, and the number of tokens that have the key.
     """
     before: Any = np.int64(0)  # the sum above `high`

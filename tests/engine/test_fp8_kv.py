@@ -176,7 +176,7 @@ def test_scales_of_the_checkpoint_are_rounded_up(tiny_model: Any, tmp_path: Path
     assert len(loaded.checkpoint_scales) == 4
     state[prefix.format(1) + "k_scale"] = torch.tensor([1.0, 0.0])
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"scale of the keys of layer 1 that is \[1\.0, 0\.0\]; allowed is one"):
+    with pytest.raises(ModelError, match=r"scale of the keys of layer 1 is \[1\.0, 0\.0\]; allowed is one"):
         build_engine(config)
     state[prefix.format(1) + "k_scale"] = torch.tensor(1.0)
     state[prefix.format(3) + "k_scale"] = torch.tensor(1.0)

@@ -230,5 +230,5 @@ def test_an_adapter_of_a_norm_is_refused(tmp_path: Path) -> None:
     name = "base_model.model.model.norm.lora_{}.weight"
     tensors = {name.format("A"): torch.ones(4, 64), name.format("B"): torch.ones(64, 4)}
     directory = save_adapter(tmp_path, build_model("llama"), (), tensors=tensors, target_modules=["norm"])
-    with pytest.raises(ModelError, match=r"model\.norm, a LlamaRMSNorm; only linear layers can be adapted"):
+    with pytest.raises(ModelError, match=r"model\.norm \(LlamaRMSNorm\), but only linear layers can be adapted"):
         Adapters.fit(build_model("llama"), read_adapters((f"a={directory}",)))

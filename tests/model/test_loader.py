@@ -177,7 +177,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ({UP: None}, {}, r"its weights lack tensors: model\.layers\.1\.mlp\.up_proj\.weight"),
         ({"model.embed_tokens.weight": None}, {}, "embed_tokens"),
         ({"model.ghost.weight": torch.ones(2)}, {}, r"tensors that the model lacks: model\.ghost\.weight"),
-        ({UP: torch.ones(96, 64, dtype=torch.float8_e4m3fn)}, {}, f"quantised tensors.*{UP}"),
+        ({UP: torch.ones(96, 64, dtype=torch.float8_e4m3fn)}, {}, f"these tensors are quantised: .*{UP}"),
         ({}, {"num_hidden_layers": 2}, r"tensors that the model lacks: model\.layers\.2\."),
         ({}, {"intermediate_size": 80}, r"whose shapes differ from config\.json: .*\(96, 64\) instead of \(80, 64\)"),
         ({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, {}, None),  # stray buffers of old files

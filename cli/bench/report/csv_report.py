@@ -32,7 +32,7 @@ def check_csv(path: Path) -> None:
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         raise LlmschedError(f"--csv {path}: {problem}") from problem
     if first is not None and first != csv_columns():
-        raise LlmschedError(f"--csv {path} already exists with other columns; name another file, or move it away")
+        raise LlmschedError(f"--csv {path} already exists with other columns; name another file, or move this one away")
 
 
 def append_csv(path: Path, reports: Sequence[Mapping[str, Any]]) -> None:

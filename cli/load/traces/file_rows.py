@@ -163,7 +163,7 @@ def json_objects(path: Path) -> Iterator[Row]:
                 hint = "; write one object per line (jq -c . FILE)" if line.strip() == "{" else ""
                 raise row.wrong(f"not valid JSON ({_reason(problem)}): {shown(line)}{hint}") from problem
             if not isinstance(value, dict):
-                raise row.wrong(f"{shown(line)}; allowed is a JSON object per line")
+                raise row.wrong(f"{shown(line)} is not allowed; write one JSON object per line")
             yield Row(path, number, value)
 
 
@@ -194,7 +194,7 @@ def _elements(path: Path) -> Iterator[Row]:
                 waiting, at, wanted = waiting[at:] + more, 0, 2 * wanted
                 continue
             if not isinstance(value, dict):
-                raise row.wrong(f"{shown(value)}; allowed is a JSON object")
+                raise row.wrong(f"{shown(value)} is not allowed; write JSON objects")
             number, wanted = number + 1, _CHUNK
             yield Row(path, number, value, "entry")
 

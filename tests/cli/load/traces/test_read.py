@@ -115,7 +115,7 @@ def test_equal_timestamps_keep_the_order_of_the_file(write: Any) -> None:
         ('{"a": 1}', "not a trace in a known format"),
         ("{oops\n", "line 1: not valid JSON"),
         (mooncake(1) + "\n{oops", "line 2: not valid JSON"),
-        (mooncake(1) + "\n[1]", "line 2: .* allowed is a JSON object"),
+        (mooncake(1) + "\n[1]", "line 2: .* is not allowed; write one JSON object per line"),
         (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b"\x1f\x8b\x08nonsense", "trace: "),
         (AZURE + f"{MINUTE}01,x,1", "line 2: input tokens is x; allowed is a whole number of tokens, 0 to 16777216"),
