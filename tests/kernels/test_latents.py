@@ -126,3 +126,8 @@ def test_interleaved_pairs_are_those_of_transformers() -> None:
     torch.testing.assert_close(query[..., 16:].transpose(0, 1), wanted[0][0])
     torch.testing.assert_close(caches[1][0, 0], wanted[1][0, 0])
     assert latent_rotary_difference(ops, reference, torch.float32, interleaved=True) == 0
+
+
+def test_long_contexts_of_few_new_tokens_are_not_expanded() -> None:
+    lengths, contexts = np.array([2, 2, 1000], np.int32), np.array([16_386, 1 << 20, 1 << 20], np.int32)
+    assert LatentWidths(512, 64, 128, 128).expands(lengths, contexts).tolist() == [False, False, True]
