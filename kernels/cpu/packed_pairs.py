@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from llmsched.kernels.cpu.compiled import jit, to_float32
-from llmsched.kernels.cpu.packed_vectors import row_addresses
+from llmsched.kernels.cpu.packed_vectors import row_addresses, store_sums
 from llmsched.kernels.cpu.vectors import (
     FLOAT,
     LANES,
@@ -28,7 +28,6 @@ from llmsched.kernels.cpu.vectors import (
     load,
     mask,
     multiply_add,
-    sum_each,
     words,
 )
 from llmsched.kernels.packed_matrix import BLOCK
@@ -95,9 +94,7 @@ def multiply_pairs(
                         found = dot(found, pair, weight)
                     builder.store(multiply_add(builder, found, factor, builder.load(total)), total)
         _add_products(builder, blocks, [offset for _, _, offset in packed], input_sums, totals)
-        found = sum_each(builder, [builder.load(total) for total in totals])
-        target = context.make_array(kinds[9])(context, builder, sums).data
-        builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
+        store_sums(context, builder, kinds[9], sums, totals)
         return context.get_dummy_value()
 
     numbers = (codes, types.intp, scales, offsets, types.intp, types.intp, block_sums, pairs, types.intp, sums)

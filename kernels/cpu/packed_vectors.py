@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
@@ -84,9 +84,7 @@ def multiply_tile(
                 for half, weights in enumerate(layout.weights(builder, loop.index, shift, *pointers, numbers)):
                     for x, total in zip(xs, totals[column * how_many :], strict=False):
                         builder.store(multiply_add(builder, weights, x[half], builder.load(total)), total)
-        found = sum_each(builder, [builder.load(total) for total in totals])
-        target = context.make_array(kinds[9])(context, builder, sums).data
-        builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
+        store_sums(context, builder, kinds[9], sums, totals)
         return context.get_dummy_value()
 
     numbers = (codes, types.intp, scales, offsets, types.intp, types.intp, table, rows, types.intp, sums)
@@ -107,6 +105,13 @@ def row_addresses(context: Any, builder: Any, kind: Any, rows: Any, number: Any,
         row = builder.select(builder.icmp_signed("<", row, last), row, last)
         found.append(address(context, builder, kind, rows, row))
     return found
+
+
+def store_sums(context: Any, builder: Any, kind: Any, sums: Any, totals: Sequence[Any]) -> None:
+    """Add up the lanes of each of the vectors at `totals`, and store the results in the array `sums`."""
+    found = sum_each(builder, [builder.load(total) for total in totals])
+    target = context.make_array(kind)(context, builder, sums).data
+    builder.store(found, builder.bitcast(target, found.type.as_pointer()), align=4)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
