@@ -161,6 +161,11 @@ class Fields:
         """Width of a dense MLP. Default: four times hidden_size."""
         return self.get("intermediate_size", default=4 * self.get("hidden_size", default=0))
 
+    @property
+    def expert_size(self) -> Any:
+        """Width of a routed expert. Default: that of a dense MLP."""
+        return self.get("moe_intermediate_size", default=self.mlp_size)
+
 
 @contextmanager
 def size_errors() -> Iterator[None]:

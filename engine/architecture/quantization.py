@@ -144,7 +144,7 @@ def quantization_of(fields: Fields) -> Quantization | None:
 
 def _order_bits(fields: Fields) -> tuple[float, float]:
     """Estimate the bits per weight of the columns' order in memory (see PackedMatrix), for matrices and for experts."""
-    hidden, inner = fields.get("hidden_size"), fields.get("moe_intermediate_size", default=fields.mlp_size)
+    hidden, inner = fields.get("hidden_size"), fields.expert_size
     if not hidden or not isinstance(inner, int):
         return 0.0, 0.0
     # An int64 per column. Most matrices have about `hidden` rows. Gate and up of an expert share one order.

@@ -222,7 +222,7 @@ def _rounded_bytes(modules: Mapping[str, Parameters], rounding: str, dtype_bytes
 
     Rows outside of experts are assumed to have hidden_size numbers.
     """
-    hidden, inner = fields.get("hidden_size") or 0, fields.get("moe_intermediate_size", default=fields.mlp_size)
+    hidden, inner = fields.get("hidden_size") or 0, fields.expert_size
 
     def saved(name: str, count: int, width: int, chosen: str) -> float:
         shape = (_BLOCK, max(_BLOCK, width // _BLOCK * _BLOCK))
